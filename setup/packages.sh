@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Installs the Debian/Ubuntu packages that Bonfire builds and tests with. Does nothing where all are there.
+set -euo pipefail
+
+build=(g++ cmake ninja-build ccache mold unzip python3 python3-pip ca-certificates
+       libcli11-dev libtomlplusplus-dev nlohmann-json3-dev libxxhash-dev
+       libgloo-dev libsentencepiece-dev)
+tests=(libgtest-dev libbenchmark-dev openmpi-bin libopenmpi-dev slurm-wlm munge)
+
+missing=()
+for package in "${build[@]}" "${tests[@]}"; do
+  dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
+done
+[ ${#missing[@]} -eq 0 ] && exit 0
+
+echo "installing ${#missing[@]} packages: ${missing[*]}"
+as_root=()
+[ "$(id -u)" -eq 0 ] || as_root=(sudo)
+"${as_root[@]}" apt-get update -qq
+DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
