@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+#include "bonfire/base/api.h"
+#include "bonfire/comm/work.h"
+
+namespace bonfire {
+
+enum class Reduce { sum, average, max };
+
+// One message of a batch of point-to-point operations.
+struct Message {
+  enum class Way { send, receive };
+  Way way;
+  at::Tensor tensor;
+  int peer;  // rank inside the group
+};
+
+// One communicator over c10d: what Group asks of Gloo (CPU) and NCCL (GPU). Group has checked every argument: tensors are
+// contiguous, on the backend's device, of the right sizes, and there is more than one rank.
+class BONFIRE_API Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual Work all_reduce(at::Tensor tensor, Reduce op) = 0;
+  virtual Work all_gather(at::Tensor output, at::Tensor input) = 0;
+  virtual Work reduce_scatter(at::Tensor output, at::Tensor input, Reduce op) = 0;
+  virtual Work broadcast(at::Tensor tensor, int root) = 0;
+  virtual Work reduce(at::Tensor tensor, int root, Reduce op) = 0;
+  virtual Work scatter(at::Tensor output, at::Tensor input, int root) = 0;  // input: at the root only
+  virtual Work gather(at::Tensor output, at::Tensor input, int root) = 0;   // output: at the root only
+  virtual Work all_to_all(at::Tensor output, at::Tensor input) = 0;
+  virtual Work batch(std::span<const Message> messages) = 0;
+  virtual Work barrier() = 0;
+
+  // Collective: ends the communicator in good order.
+  virtual void shutdown() = 0;
+};
+
+}  // namespace bonfire

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <array>
+#include <memory>
+#include <string>
+
+#include "bonfire/base/api.h"
+#include "bonfire/base/collective.h"
+#include "bonfire/comm/group.h"
+
+namespace bonfire {
+
+// How many ranks along each axis; their product is the size of the World. Slowest axis first.
+struct MeshShape {
+  int pipeline = 1;
+  int replicate = 1;
+  int shard = 1;
+  int context = 1;
+  int tensor = 1;
+
+  int size() const { return pipeline * replicate * shard * context * tensor; }
+  int along(Axis axis) const;  // data: replicate * shard; world: all
+};
+
+// The ranks of a World laid out along named axes: a value handle.
+class BONFIRE_API Mesh {
+ public:
+  const MeshShape& shape() const;
+  // This rank's place along an axis.
+  int coordinate(Axis axis) const;
+  // The ranks along `axis` that share this rank's other coordinates.
+  const Group& group(Axis axis) const;
+  // The same mesh with the given axis behind an emulated link.
+  [[nodiscard]] Mesh over(Axis axis, const Link& link) const;
+
+  struct State;
+  explicit Mesh(std::shared_ptr<const State> state) : state_(std::move(state)) {}
+
+ private:
+  std::shared_ptr<const State> state_;
+};
+
+}  // namespace bonfire
