@@ -1,0 +1,122 @@
+#include "bonfire/comm/progress.h"
+
+#include <nlohmann/json.hpp>
+
+namespace bonfire {
+namespace {
+
+using nlohmann::json;
+
+bool is_message(CollectiveKind kind) { return kind == CollectiveKind::send || kind == CollectiveKind::receive; }
+
+json encode_place(const Progress::Lane::Place& place) {
+  return {place.begun, place.ended, static_cast<int>(place.kind), place.age};
+}
+
+Progress::Lane::Place decode_place(const json& value) {
+  Progress::Lane::Place place;
+  place.begun = value.at(0).get<std::int64_t>();
+  place.ended = value.at(1).get<std::int64_t>();
+  const int kind = value.at(2).get<int>();
+  if (kind < 0 || kind > static_cast<int>(CollectiveKind::barrier)) throw json::other_error::create(501, "kind", &value);
+  place.kind = static_cast<CollectiveKind>(kind);
+  place.age = value.at(3).get<double>();
+  return place;
+}
+
+}  // namespace
+
+ProgressBoard::Lane::Place& ProgressBoard::Lane::place(CollectiveKind kind) {
+  return is_message(kind) ? message_ : collective_;
+}
+
+void ProgressBoard::Lane::begin(std::int64_t sequence, CollectiveKind kind) {
+  Place& here = place(kind);
+  here.begun_at.store(now_ns(), std::memory_order_relaxed);
+  here.begun.store(static_cast<std::uint64_t>(sequence) << 8 | static_cast<std::uint64_t>(kind), std::memory_order_release);
+}
+
+void ProgressBoard::Lane::end(std::int64_t sequence, CollectiveKind kind) {
+  std::atomic<std::int64_t>& ended = place(kind).ended;
+  std::int64_t before = ended.load(std::memory_order_relaxed);
+  while (before < sequence && !ended.compare_exchange_weak(before, sequence, std::memory_order_relaxed)) {
+  }
+}
+
+Progress::Lane::Place ProgressBoard::Lane::read(const Place& place, Nanoseconds now) {
+  Progress::Lane::Place seen;
+  const std::uint64_t begun = place.begun.load(std::memory_order_acquire);
+  seen.begun = static_cast<std::int64_t>(begun >> 8);
+  seen.kind = static_cast<CollectiveKind>(begun & 0xff);
+  seen.ended = place.ended.load(std::memory_order_relaxed);
+  if (seen.begun > 0) seen.age = static_cast<double>(now - place.begun_at.load(std::memory_order_relaxed)) * 1e-9;
+  return seen;
+}
+
+ProgressBoard::Lane& ProgressBoard::lane(std::string group, std::vector<int> world_ranks) {
+  const std::lock_guard lock(mutex_);
+  return lanes_.emplace_back(std::move(group), std::move(world_ranks));
+}
+
+void ProgressBoard::finish_step(std::int64_t step) {
+  const Nanoseconds now = now_ns();
+  const std::int64_t waited = waited_.load(std::memory_order_relaxed);
+  const Nanoseconds took = now - step_start_;
+  step_ns_.store(took, std::memory_order_relaxed);
+  own_ns_.store(std::max<std::int64_t>(0, took - (waited - waited_before_)), std::memory_order_relaxed);
+  step_.store(step, std::memory_order_release);
+  step_start_ = now;
+  waited_before_ = waited;
+}
+
+void ProgressBoard::finish() { finished_.store(true, std::memory_order_relaxed); }
+
+Progress ProgressBoard::snapshot() const {
+  Progress progress;
+  const Nanoseconds now = now_ns();
+  {
+    const std::lock_guard lock(mutex_);
+    for (const Lane& lane : lanes_)
+      progress.lanes.push_back(
+          {lane.group_, lane.ranks_, Lane::read(lane.collective_, now), Lane::read(lane.message_, now)});
+  }
+  if (const char* busy = busy_.load(std::memory_order_relaxed)) progress.busy = busy;
+  progress.step = step_.load(std::memory_order_acquire);
+  progress.step_seconds = static_cast<double>(step_ns_.load(std::memory_order_relaxed)) * 1e-9;
+  progress.own_seconds = static_cast<double>(own_ns_.load(std::memory_order_relaxed)) * 1e-9;
+  progress.finished = finished_.load(std::memory_order_relaxed);
+  return progress;
+}
+
+std::string encode(const Progress& progress) {
+  json lanes = json::array();
+  for (const Progress::Lane& lane : progress.lanes)
+    lanes.push_back({lane.group, lane.ranks, encode_place(lane.collective), encode_place(lane.message)});
+  return json{{"lanes", lanes},
+              {"busy", progress.busy},
+              {"step", progress.step},
+              {"step_seconds", progress.step_seconds},
+              {"own_seconds", progress.own_seconds},
+              {"finished", progress.finished}}
+      .dump();
+}
+
+std::optional<Progress> decode_progress(const std::string& text) {
+  try {
+    const json value = json::parse(text);
+    Progress progress;
+    for (const json& lane : value.at("lanes"))
+      progress.lanes.push_back({lane.at(0).get<std::string>(), lane.at(1).get<std::vector<int>>(), decode_place(lane.at(2)),
+                                decode_place(lane.at(3))});
+    progress.busy = value.at("busy").get<std::string>();
+    progress.step = value.at("step").get<std::int64_t>();
+    progress.step_seconds = value.at("step_seconds").get<double>();
+    progress.own_seconds = value.at("own_seconds").get<double>();
+    progress.finished = value.at("finished").get<bool>();
+    return progress;
+  } catch (const json::exception&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace bonfire
