@@ -1,0 +1,78 @@
+#include "bonfire/comm/cuda_plugin.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <string_view>
+
+#include "bonfire/base/error.h"
+#include "bonfire/base/version.h"
+
+namespace bonfire {
+namespace {
+
+// Says why the driver offers no GPU, or nothing where it does. Costs far less than loading CUDA's libraries to ask them.
+std::string driver_problem() {
+  void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (!driver) return fmt::format("no NVIDIA driver ({})", dlerror());
+  using Init = int (*)(unsigned);
+  using Count = int (*)(int*);
+  const auto init = reinterpret_cast<Init>(dlsym(driver, "cuInit"));
+  const auto count_devices = reinterpret_cast<Count>(dlsym(driver, "cuDeviceGetCount"));
+  if (!init || !count_devices) return "libcuda.so.1 is no NVIDIA driver: it has no cuInit";
+  if (const int code = init(0); code != 0) return fmt::format("the NVIDIA driver does not start: cuInit says {}", code);
+  int count = 0;
+  if (const int code = count_devices(&count); code != 0) return fmt::format("cuDeviceGetCount says {}", code);
+  if (count > 0) return {};
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  return visible ? fmt::format("the driver shows no GPU (CUDA_VISIBLE_DEVICES is '{}')", visible)
+                 : "the driver shows no GPU";
+}
+
+std::string plugin_path() {
+  if (const char* named = std::getenv("BONFIRE_CUDA_PLUGIN"); named && *named) return named;
+  Dl_info here{};
+  dladdr(reinterpret_cast<const void*>(&open_cuda_plugin), &here);
+  return std::filesystem::path(here.dli_fname).replace_filename("libbonfire_cuda.so");
+}
+
+CudaPluginOpening find() {
+  if (auto problem = driver_problem(); !problem.empty()) return {nullptr, std::move(problem)};
+  auto opening = open_cuda_plugin(plugin_path());
+  if (opening.plugin && opening.plugin->device_count() == 0) return {nullptr, "CUDA shows no GPU, though the driver does"};
+  return opening;
+}
+
+}  // namespace
+
+CudaPluginOpening open_cuda_plugin(const std::string& path) {
+  if (!std::filesystem::exists(path)) {
+    return {nullptr, fmt::format("there is no CUDA plug-in at {} (it is built where nvcc is found)", path)};
+  }
+  // Global: what torch's CUDA libraries register must be the process's, not the plug-in's own.
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
+  if (!library) return {nullptr, fmt::format("the CUDA plug-in does not load: {}", dlerror())};
+  const auto entry = reinterpret_cast<CudaPluginEntry>(dlsym(library, cuda_plugin_entry));
+  if (!entry) return {nullptr, fmt::format("{} is no CUDA plug-in: it has no {}", path, cuda_plugin_entry)};
+  const CudaPlugin* plugin = entry();
+  if (std::string_view(plugin->version) != BONFIRE_VERSION) {
+    return {nullptr,
+            fmt::format("the CUDA plug-in {} is of version {}, this is Bonfire {}", path, plugin->version, BONFIRE_VERSION)};
+  }
+  return {plugin, {}};
+}
+
+const CudaPluginOpening& cuda_plugin() {
+  // A fact of the process, like torch's own registry of devices: there is no second one to ask.
+  static const CudaPluginOpening opening = find();
+  return opening;
+}
+
+const CudaPlugin& require_cuda_plugin() {
+  const auto& opening = cuda_plugin();
+  require(opening.plugin != nullptr, "no GPU can be used: {}", opening.reason);
+  return *opening.plugin;
+}
+
+}  // namespace bonfire

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include "bonfire/base/api.h"
+#include "bonfire/base/clock.h"
+#include "bonfire/comm/device.h"
+
+namespace c10d {
+class Store;
+}
+
+namespace bonfire {
+
+class Backend;
+
+struct NcclOptions {
+  std::string name;  // of the group, for messages
+  c10::Device device = c10::Device(c10::kCUDA, 0);
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);  // of one collective
+  bool high_priority = true;                                     // its stream goes before compute's
+};
+
+// What libbonfire_cuda.so offers. The library knows no CUDA: it opens the plug-in and calls it through this table.
+struct CudaPlugin {
+  // Stays first. Both sides must have been built as one: the table may differ between versions.
+  const char* version = nullptr;
+
+  int (*device_count)() = nullptr;
+  GpuInfo (*device_info)(int index) = nullptr;
+
+  // Collective: one communicator over NCCL. REQUIRES: `store` is shared by exactly these ranks.
+  std::shared_ptr<Backend> (*make_nccl)(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                        const NcclOptions& options) = nullptr;
+
+  // Stream: occupies `stream` for this long. An emulated link is a stream that does nothing else.
+  void (*spin)(c10::Stream stream, Nanoseconds duration) = nullptr;
+};
+
+// The name of the function in the plug-in that returns the table.
+inline constexpr const char* cuda_plugin_entry = "bonfire_cuda_plugin";
+using CudaPluginEntry = const CudaPlugin* (*)();
+
+// A plug-in, or one line that says why there is none.
+struct CudaPluginOpening {
+  const CudaPlugin* plugin = nullptr;
+  std::string reason;
+};
+
+// Opens the library at `path`. It stays open: torch cannot forget the operators that it registers.
+BONFIRE_API CudaPluginOpening open_cuda_plugin(const std::string& path);
+
+// The plug-in of this process: the one that the environment variable BONFIRE_CUDA_PLUGIN names, else the one beside
+// libbonfire.so. Opened at the first question and only where the driver shows a GPU, since loading CUDA's libraries takes
+// seconds. Torch remembers its first answer about CUDA, so this must be asked before torch is.
+BONFIRE_API const CudaPluginOpening& cuda_plugin();
+
+// The same, for those who cannot go on without. Throws Error with the reason.
+BONFIRE_API const CudaPlugin& require_cuda_plugin();
+
+}  // namespace bonfire

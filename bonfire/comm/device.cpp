@@ -1,0 +1,29 @@
+#include "bonfire/comm/device.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/comm/cuda_plugin.h"
+
+namespace bonfire {
+
+bool gpu_available() { return cuda_plugin().plugin != nullptr; }
+
+std::string gpu_unavailable_reason() { return cuda_plugin().reason; }
+
+int gpu_count() { return gpu_available() ? cuda_plugin().plugin->device_count() : 0; }
+
+GpuInfo gpu_info(int index) {
+  const CudaPlugin& plugin = require_cuda_plugin();
+  require(index >= 0 && index < plugin.device_count(), "GPU {} does not exist: this process sees {}", index,
+          plugin.device_count());
+  return plugin.device_info(index);
+}
+
+void set_current(c10::Device device) {
+  if (device.is_cpu()) return;
+  require_cuda_plugin();
+  c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
+}
+
+}  // namespace bonfire

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include <c10/core/Device.h>
+
+#include "bonfire/base/api.h"
+
+namespace bonfire {
+
+struct GpuInfo {
+  std::string name;
+  std::int64_t memory_bytes = 0;
+  int major = 0;  // compute capability
+  int minor = 0;
+};
+
+// Whether this process can compute on a GPU: there is a driver, a GPU that it may see, and the plug-in loads.
+BONFIRE_API bool gpu_available();
+// One line that says what is missing. Empty where a GPU is available.
+BONFIRE_API std::string gpu_unavailable_reason();
+// 0 where none is available.
+BONFIRE_API int gpu_count();
+// Throws Error where there is no such GPU.
+BONFIRE_API GpuInfo gpu_info(int index);
+
+// Makes `device` the current one of the calling thread. For the CPU there is nothing to do.
+BONFIRE_API void set_current(c10::Device device);
+
+}  // namespace bonfire

@@ -1,0 +1,41 @@
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "bonfire/base/api.h"
+#include "bonfire/base/version.h"
+#include "bonfire/comm/cuda_plugin.h"
+#include "bonfire/cuda/spin.h"
+
+namespace bonfire::cuda {
+namespace {
+
+int device_count() { return c10::cuda::device_count(); }
+
+GpuInfo device_info(int index) {
+  cudaDeviceProp properties{};
+  C10_CUDA_CHECK(cudaGetDeviceProperties(&properties, index));
+  return {.name = properties.name,
+          .memory_bytes = static_cast<std::int64_t>(properties.totalGlobalMem),
+          .major = properties.major,
+          .minor = properties.minor};
+}
+
+void spin(c10::Stream stream, Nanoseconds duration) {
+  launch_spin(duration, c10::cuda::CUDAStream(stream).stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+}  // namespace bonfire::cuda
+
+extern "C" BONFIRE_API const bonfire::CudaPlugin* bonfire_cuda_plugin() {
+  static constexpr bonfire::CudaPlugin plugin{
+      .version = BONFIRE_VERSION,
+      .device_count = bonfire::cuda::device_count,
+      .device_info = bonfire::cuda::device_info,
+      .make_nccl = nullptr,
+      .spin = bonfire::cuda::spin,
+  };
+  return &plugin;
+}

@@ -1,0 +1,15 @@
+# Sets BONFIRE_CUDA_FOUND where the CUDA plug-in can be built: nvcc is here and LibTorch has its CUDA part. No GPU is needed.
+find_program(BONFIRE_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
+set(BONFIRE_CUDA_FOUND FALSE)
+if(NOT BONFIRE_NVCC)
+  message(STATUS "No nvcc: the CUDA plug-in is not built")
+elseif(NOT EXISTS "${BONFIRE_LIBTORCH}/lib/libtorch_cuda.so")
+  message(STATUS "No libtorch_cuda.so in ${BONFIRE_LIBTORCH}/lib: the CUDA plug-in is not built")
+else()
+  set(CMAKE_CUDA_COMPILER ${BONFIRE_NVCC} CACHE FILEPATH "nvcc")
+  # Hopper's own code, and PTX from which the driver makes that of any GPU since Ampere.
+  set(CMAKE_CUDA_ARCHITECTURES 90-real 80-virtual CACHE STRING "GPUs to make code for")
+  enable_language(CUDA)
+  find_package(CUDAToolkit REQUIRED)
+  set(BONFIRE_CUDA_FOUND TRUE)
+endif()

@@ -1,0 +1,92 @@
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/base/version.h"
+#include "bonfire/comm/cuda_plugin.h"
+#include "bonfire/comm/device.h"
+
+namespace bonfire {
+namespace {
+
+std::string in_build(const std::string& name) { return std::string(BONFIRE_BUILD_DIR) + "/" + name; }
+
+void expect_refused(const CudaPluginOpening& opening, const std::string& words) {
+  EXPECT_EQ(opening.plugin, nullptr);
+  EXPECT_NE(opening.reason.find(words), std::string::npos) << opening.reason;
+  EXPECT_EQ(opening.reason.find('\n'), std::string::npos) << opening.reason;
+}
+
+TEST(CudaPlugin, IsOpenedWhereItIsOfThisVersion) {
+  const auto opening = open_cuda_plugin(in_build("libfake_plugin_same.so"));
+  ASSERT_NE(opening.plugin, nullptr) << opening.reason;
+  EXPECT_EQ(opening.plugin->device_count(), 3);
+  EXPECT_EQ(opening.reason, "");
+}
+
+TEST(CudaPlugin, OfAnotherVersionIsRefused) {
+  const auto opening = open_cuda_plugin(in_build("libfake_plugin_other.so"));
+  expect_refused(opening, "0.0.0-other");
+  expect_refused(opening, BONFIRE_VERSION);
+}
+
+TEST(CudaPlugin, WithoutTheEntryIsRefused) {
+  expect_refused(open_cuda_plugin(in_build("libfake_plugin_nothing.so")), cuda_plugin_entry);
+}
+
+TEST(CudaPlugin, ThatIsMissingIsNamed) {
+  const std::string path = in_build("there_is_no_such_plugin.so");
+  expect_refused(open_cuda_plugin(path), path);
+}
+
+TEST(CudaPlugin, ThatIsNoLibraryIsNamed) { expect_refused(open_cuda_plugin(in_build("CMakeCache.txt")), "CMakeCache.txt"); }
+
+// The real one loads on a machine that has what CUDA's libraries need, with or without a GPU, and says what it misses on
+// any other. What it must not miss is a symbol of ours or of torch's.
+TEST(CudaPlugin, TheRealOneLoadsOrSaysWhatItLacks) {
+#ifdef BONFIRE_CUDA_BUILT
+  const auto opening = open_cuda_plugin(in_build("libbonfire_cuda.so"));
+  if (opening.plugin) {
+    EXPECT_STREQ(opening.plugin->version, BONFIRE_VERSION);
+    EXPECT_EQ(opening.plugin->device_count() > 0, gpu_available());
+  } else {
+    expect_refused(opening, "cannot open shared object file");
+  }
+#else
+  GTEST_SKIP() << "the CUDA plug-in was not built: no nvcc";
+#endif
+}
+
+TEST(Device, AGpuIsAvailableOrTheReasonIsGiven) {
+  EXPECT_EQ(gpu_available(), gpu_unavailable_reason().empty());
+  EXPECT_EQ(gpu_available(), gpu_count() > 0);
+  set_current(c10::Device(c10::kCPU));
+  if (gpu_available()) {
+    EXPECT_GT(gpu_info(0).memory_bytes, 0);
+    EXPECT_GE(gpu_info(0).major, 8);
+    EXPECT_FALSE(gpu_info(0).name.empty());
+  } else {
+    EXPECT_THROW(set_current(c10::Device(c10::kCUDA, 0)), Error);
+  }
+  EXPECT_THROW(gpu_info(gpu_count()), Error);
+}
+
+TEST(Gpu, SpinOccupiesItsStreamForAsLongAsAsked) {
+  if (!gpu_available()) GTEST_SKIP() << gpu_unavailable_reason();
+  const c10::impl::VirtualGuardImpl device(c10::kCUDA);
+  const c10::Stream stream = device.getStreamFromGlobalPool(c10::Device(c10::kCUDA, 0));
+  c10::Event begin(c10::kCUDA, c10::EventFlag::BACKEND_DEFAULT), end(c10::kCUDA, c10::EventFlag::BACKEND_DEFAULT);
+  begin.record(stream);
+  cuda_plugin().plugin->spin(stream, 20'000'000);
+  end.record(stream);
+  end.synchronize();
+  // The GPU's clock that the kernel reads ticks in microseconds, the events' too.
+  EXPECT_GE(begin.elapsedTime(end), 19.9);
+}
+
+}  // namespace
+}  // namespace bonfire
