@@ -1,0 +1,116 @@
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "tests/house/house_rules.h"
+
+namespace bonfire::house {
+namespace {
+
+const std::vector<File>& tree() {
+  static const std::vector<File> files = read_tree(BONFIRE_SOURCE_DIR);
+  return files;
+}
+
+Rooms rooms_of_the_house() {
+  for (const auto& file : tree())
+    if (file.path == "docs/architecture.md") return read_rooms(file.text);
+  throw std::runtime_error("docs/architecture.md is missing");
+}
+
+template <class Rule>
+void expect_no_fault(const Rule& rule) {
+  ASSERT_GT(tree().size(), 30u);
+  for (const auto& file : tree())
+    for (const auto& fault : rule(file)) ADD_FAILURE() << fault;
+}
+
+TEST(House, RoomsIncludeOnlyWhatTheTableAllows) {
+  const Rooms rooms = rooms_of_the_house();
+  expect_no_fault([&](const File& file) { return include_faults(file, rooms); });
+}
+
+TEST(House, NamesSayWhatIsInside) { expect_no_fault(name_faults); }
+
+TEST(House, FilesAreShortFinishedAndOfNoMachine) { expect_no_fault(text_faults); }
+
+TEST(House, TestsMirrorTheRooms) {
+  std::set<std::string> allowed{"house", "install", "examples", "support", "peers", "faults"};
+  for (const auto& [room, unused] : rooms_of_the_house()) allowed.insert(room);
+  for (const auto& entry : std::filesystem::directory_iterator(std::string(BONFIRE_SOURCE_DIR) + "/tests")) {
+    if (!entry.is_directory()) continue;
+    EXPECT_TRUE(allowed.contains(entry.path().filename())) << entry.path() << " is the name of no room";
+  }
+}
+
+// Below: each rule is shown a file that breaks it.
+const char* const small_table =
+    "| room | what | may include |\n|---|---|---|\n| `bonfire/base` | | small libraries |\n| `bonfire/plan` | | |\n"
+    "| `bonfire/comm` | | |\n| `bonfire/cuda` | | comm |\n| `bonfire/nn` | | comm |\n"
+    "| `bonfire/train` | | all of the above but cuda |\n| `cli` | | all of the above |\n\n| other | table |\n";
+
+std::size_t includes(const std::string& path, const std::string& line) {
+  return include_faults({path, line + "\n"}, read_rooms(small_table)).size();
+}
+
+TEST(HouseRules, TheTableIsRead) {
+  const Rooms rooms = read_rooms(small_table);
+  EXPECT_EQ(rooms.size(), 7u);
+  EXPECT_EQ(rooms.at("nn"), (std::set<std::string>{"comm"}));
+  EXPECT_EQ(rooms.at("train"), (std::set<std::string>{"base", "comm", "nn", "plan"}));
+  EXPECT_TRUE(rooms.at("cli").contains("train"));
+  EXPECT_THROW(read_rooms("| room | a | b |\n|---|---|---|\n| `bonfire/a` | | b |\n"), std::runtime_error);
+  EXPECT_THROW(read_rooms("nothing"), std::runtime_error);
+}
+
+TEST(HouseRules, AWallBetweenRoomsIsSeen) {
+  EXPECT_EQ(includes("bonfire/comm/group.cpp", R"(#include "bonfire/nn/unit.h")"), 1u);
+  EXPECT_EQ(includes("bonfire/comm/group.cpp", R"(  # include <bonfire/nn/unit.h>)"), 1u);
+  EXPECT_EQ(includes("bonfire/nn/unit.cpp", R"(#include "bonfire/comm/group.h")"), 0u);
+  EXPECT_EQ(includes("bonfire/nn/unit.cpp", R"(#include "bonfire/base/error.h")"), 0u);
+  EXPECT_EQ(includes("bonfire/train/loop.cpp", R"(#include "bonfire/cuda/spin.h")"), 1u);
+  EXPECT_EQ(includes("bonfire/nn/unit.cpp", R"(#include "bonfire/bonfire.h")"), 1u);
+  EXPECT_EQ(includes("bonfire/cellar/barrel.cpp", ""), 1u);
+  EXPECT_EQ(includes("tests/nn/unit_test.cpp", R"(#include "bonfire/train/loop.h")"), 0u);
+}
+
+TEST(HouseRules, TorchWhereItDoesNotBelongIsSeen) {
+  EXPECT_EQ(includes("bonfire/nn/unit.h", "#include <torch/torch.h>"), 1u);
+  EXPECT_EQ(includes("tests/support/ranks.h", "#include <torch/torch.h>"), 1u);
+  EXPECT_EQ(includes("tests/nn/unit_test.cpp", "#include <torch/torch.h>"), 0u);
+  EXPECT_EQ(includes("bonfire/plan/layout.cpp", "#include <c10/util/Exception.h>"), 1u);
+  EXPECT_EQ(includes("bonfire/base/error.h", "#include <ATen/core/Tensor.h>"), 1u);
+  EXPECT_EQ(includes("bonfire/cuda/spin.cu", "#include <ATen/core/Tensor.h>"), 1u);
+  EXPECT_EQ(includes("bonfire/comm/group.h", "#include <torch/nn/module.h>"), 1u);
+  EXPECT_EQ(includes("bonfire/comm/group.h", "#include <ATen/core/Tensor.h>"), 0u);
+}
+
+TEST(HouseRules, ANameThatSaysNothingIsSeen) {
+  for (const char* name :
+       {"utils.h", "util.cpp", "string_helpers.cpp", "common.h", "misc.cu", "task_manager.cpp", "CamelCase.h"})
+    EXPECT_EQ(name_faults({std::string("bonfire/nn/") + name, ""}).size(), 1u) << name;
+  for (const char* name : {"group.h", "flat_parameter.cpp", "spin.cu", "communicator.h"})
+    EXPECT_EQ(name_faults({std::string("bonfire/nn/") + name, ""}).size(), 0u) << name;
+}
+
+TEST(HouseRules, UnfinishedLongAndLocalTextIsSeen) {
+  std::string many;
+  for (int line = 0; line < 601; ++line) many += "int x;\n";
+  const auto faults = [](const std::string& path, const std::string& text) { return text_faults({path, text}).size(); };
+  EXPECT_EQ(faults("bonfire/nn/a.cpp", many), 1u);
+  EXPECT_EQ(faults("bonfire/nn/a.cpp", many.substr(7)), 0u);
+  EXPECT_EQ(faults("bonfire/nn/a.cpp", std::string("// TO") + "DO: later\n"), 1u);
+  EXPECT_EQ(faults("setup/a.sh", std::string("cd /ho") + "me/someone\n"), 1u);
+  EXPECT_EQ(faults("docs/a.md", std::string("see `/wo") + "rk/main`\n"), 1u);
+  EXPECT_EQ(faults("docs/a.md", "build/work/main and $cache/home/lib\n"), 0u);
+  EXPECT_EQ(faults("bonfire/nn/a.cpp", "int x;"), 1u);
+  EXPECT_EQ(faults("bonfire/nn/a.h", "int x;\n"), 1u);
+  EXPECT_EQ(faults("bonfire/nn/a.h", "#pragma once\nusing namespace std;\n"), 1u);
+}
+
+}  // namespace
+}  // namespace bonfire::house
