@@ -1,0 +1,134 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "bonfire/base/api.h"
+
+namespace bonfire {
+
+// What a configuration file says. Its keys, their defaults, what is allowed and their one line of help stand in one table
+// (config_keys.cpp), from which the parser, the errors, the overrides, the writer and the reference page are made.
+struct BONFIRE_API Config {
+  struct Run {
+    std::string name = "run";
+    std::string folder = "runs";
+    std::string device = "auto";
+    std::int64_t threads = 0;
+    double timeout = 600;
+    double watchdog = 0;
+    bool debug_collectives = false;
+  } run;
+
+  struct Model {
+    std::string type = "llama";
+    std::int64_t dim = 256;
+    std::int64_t layers = 6;
+    std::int64_t heads = 8;
+    std::int64_t kv_heads = 0;
+    std::int64_t ffn = 0;
+    std::int64_t vocab = 4096;
+    bool tied = false;
+    double dropout = 0;
+    double norm_eps = 1e-5;
+    double rope_theta = 10000;
+    std::int64_t inputs = 64;
+    std::int64_t classes = 10;
+    std::int64_t image = 32;
+    std::int64_t width = 64;
+  } model;
+
+  struct Data {
+    std::string type = "synthetic";
+    std::int64_t sequence = 256;
+    std::vector<std::string> paths;
+    double held_out = 0.01;
+    std::int64_t seed = 1;
+    std::int64_t branching = 8;
+  } data;
+
+  struct Train {
+    std::int64_t steps = 200;
+    std::int64_t batch = 8;
+    std::int64_t microbatch = 0;
+    std::string precision = "fp32";
+    double clip = 1.0;
+    std::int64_t seed = 1;
+    std::int64_t log_every = 1;
+    std::int64_t eval_every = 0;
+    std::int64_t eval_batches = 8;
+    std::string nan_policy = "stop";
+    std::int64_t trace_from = 3;
+    std::int64_t trace_steps = 0;
+  } train;
+
+  struct Optimizer {
+    std::string type = "adamw";
+    double lr = 3e-4;
+    std::array<double, 2> betas = {0.9, 0.95};
+    double eps = 1e-8;
+    double weight_decay = 0.1;
+    bool amsgrad = false;
+    bool maximize = false;
+    double momentum = 0.9;
+    bool nesterov = false;
+    std::int64_t warmup = 20;
+    std::string decay = "cosine";
+    double min_lr = 0;
+    double loss_scale = 65536;
+    std::int64_t scale_growth_interval = 2000;
+  } optimizer;
+
+  struct Layout {
+    std::int64_t pipeline = 1;
+    std::int64_t replicate = 1;
+    std::int64_t shard = 1;
+    std::int64_t context = 1;
+    std::int64_t tensor = 1;
+    std::string sharded = "none";
+    std::string offload = "none";
+    std::string recompute = "none";
+    double bucket_mb = 25;
+    double first_bucket_mb = 1;
+    std::string compression = "none";
+    std::int64_t powersgd_rank = 4;
+  } layout;
+
+  struct Fault {
+    std::int64_t nan_step = 0;
+    std::int64_t nan_rank = 0;
+  } fault;
+
+  std::string file;                           // as it was named
+  std::map<std::string, std::string> origin;  // "train.batch" to "demo.toml:12" or "--set", for keys that were given
+
+  bool given(const std::string& key) const { return origin.count(key) != 0; }
+  std::int64_t ranks() const { return layout.pipeline * layout.replicate * layout.shard * layout.context * layout.tensor; }
+  std::int64_t data_ranks() const { return layout.replicate * layout.shard; }
+};
+
+// Reads the file, then the overrides ("optimizer.lr=1e-3") in order, and checks each key by itself.
+// Throws ConfigError: "FILE:LINE: section.key = value: what is wrong; allowed: ...".
+BONFIRE_API Config load_config(const std::filesystem::path& file, const std::vector<std::string>& overrides = {});
+// The same from text; `name` stands for the file in messages.
+BONFIRE_API Config parse_config(const std::string& text, const std::string& name,
+                                const std::vector<std::string>& overrides = {});
+
+// Fills in what depends on other keys and on the number of ranks (an axis, where [layout] names none; `microbatch`,
+// `kv_heads`, `ffn`), then checks the keys against each other. Throws ConfigError as above.
+BONFIRE_API void resolve(Config& config, std::int64_t ranks);
+
+// Every key that applies, as a file that load_config reads back to the same configuration.
+BONFIRE_API std::string to_toml(const Config& config);
+
+// The reference page of all keys, in Markdown.
+BONFIRE_API std::string config_reference();
+
+// ConfigError about one key of `config`, with its place and value.
+[[noreturn]] BONFIRE_API void fail_key(const Config& config, const std::string& key, const std::string& problem);
+
+}  // namespace bonfire

@@ -1,0 +1,119 @@
+#include <cctype>
+#include <filesystem>
+#include <fstream>
+
+#include "bonfire/base/error.h"
+#include "bonfire/train/config.h"
+
+// What no key can be judged for alone: the keys against each other, against the number of ranks and against the disk.
+namespace bonfire {
+namespace {
+
+constexpr const char* axes[] = {"layout.pipeline", "layout.replicate", "layout.shard", "layout.context", "layout.tensor"};
+
+void resolve_ranks(Config& config, std::int64_t ranks) {
+  const char* first_given = nullptr;
+  for (const char* axis : axes) {
+    if (!first_given && config.given(axis)) first_given = axis;
+  }
+  if (!first_given) config.layout.replicate = ranks;
+  if (config.ranks() == ranks) return;
+  const auto& l = config.layout;
+  fail_key(
+      config, first_given,
+      fmt::format("pipeline {} x replicate {} x shard {} x context {} x tensor {} = {} ranks, but there are {}; allowed: "
+                  "axes whose product is {}",
+                  l.pipeline, l.replicate, l.shard, l.context, l.tensor, config.ranks(), ranks, ranks));
+}
+
+void resolve_batch(Config& config) {
+  auto& train = config.train;
+  const std::int64_t ranks = config.data_ranks();
+  if (train.batch % ranks != 0) {
+    fail_key(config, "train.batch",
+             fmt::format("{} data-parallel ranks do not divide it; allowed: a multiple of {}, such as {}", ranks, ranks,
+                         (train.batch / ranks + 1) * ranks));
+  }
+  const std::int64_t part = train.batch / ranks;
+  if (train.microbatch == 0) train.microbatch = part;
+  if (part % train.microbatch != 0) {
+    fail_key(
+        config, "train.microbatch",
+        fmt::format("does not divide the {} samples of one rank (train.batch = {} over {} data-parallel ranks); allowed: "
+                    "a divisor of {}",
+                    part, train.batch, ranks, part));
+  }
+}
+
+void check_run(const Config& config) {
+  const std::string& name = config.run.name;
+  bool plain = !name.empty() && name.front() != '.' && name.front() != '-';
+  for (const char c : name)
+    plain = plain && (std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '-' || c == '.');
+  if (!plain) {
+    fail_key(config, "run.name", "cannot name a folder; allowed: letters, digits, '_', '-' and '.', not first '-' or '.'");
+  }
+  if (config.run.folder.empty()) fail_key(config, "run.folder", "is empty; allowed: a path");
+}
+
+void check_data(const Config& config) {
+  if (config.data.type != "tokens") return;
+  if (config.model.type != "llama" && config.model.type != "gpt2") {
+    fail_key(config, "data.type",
+             fmt::format("model.type = \"{}\" does not read tokens; allowed: synthetic", config.model.type));
+  }
+  if (config.data.paths.empty()) {
+    fail_key(config, "data.paths", "data.type = \"tokens\" needs token files; allowed: a list of at least one path");
+  }
+  for (const auto& path : config.data.paths) {
+    if (!std::filesystem::exists(path)) {
+      fail_key(config, "data.paths",
+               fmt::format("there is no file \"{}\" (from {}); allowed: token files that exist", path,
+                           std::filesystem::current_path().string()));
+    }
+    if (!std::filesystem::is_regular_file(path) || !std::ifstream(path)) {
+      fail_key(config, "data.paths", fmt::format("\"{}\" is not a file that can be read; allowed: token files", path));
+    }
+  }
+}
+
+void check_optimizer(const Config& config) {
+  const auto& optimizer = config.optimizer;
+  if (optimizer.decay != "constant" && optimizer.min_lr > optimizer.lr) {
+    fail_key(config, "optimizer.min_lr",
+             fmt::format("is more than optimizer.lr = {}; allowed: 0 to {}", optimizer.lr, optimizer.lr));
+  }
+  if (optimizer.type == "sgd" && optimizer.nesterov && optimizer.momentum == 0) {
+    fail_key(config, "optimizer.nesterov", "needs momentum; allowed with: optimizer.momentum more than 0");
+  }
+}
+
+void check_steps(const Config& config) {
+  const auto& train = config.train;
+  if (train.trace_steps > 0 && train.trace_from + train.trace_steps - 1 > train.steps) {
+    fail_key(config, "train.trace_steps",
+             fmt::format("steps {} to {} are not all in the run of {} steps (train.steps); allowed from step {}: at most {}",
+                         train.trace_from, train.trace_from + train.trace_steps - 1, train.steps, train.trace_from,
+                         std::max<std::int64_t>(0, train.steps - train.trace_from + 1)));
+  }
+  if (config.fault.nan_step > train.steps) {
+    fail_key(config, "fault.nan_step", fmt::format("the run has {} steps; allowed: 0 to {}", train.steps, train.steps));
+  }
+  if (config.fault.nan_rank >= config.ranks()) {
+    fail_key(config, "fault.nan_rank",
+             fmt::format("there are {} ranks; allowed: 0 to {}", config.ranks(), config.ranks() - 1));
+  }
+}
+
+}  // namespace
+
+void resolve(Config& config, std::int64_t ranks) {
+  check_run(config);
+  resolve_ranks(config, ranks);
+  resolve_batch(config);
+  check_optimizer(config);
+  check_steps(config);
+  check_data(config);
+}
+
+}  // namespace bonfire

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "bonfire/base/toml.h"
+#include "bonfire/train/config.h"
+
+namespace bonfire {
+
+// Where a key's value lives in a Config.
+using ConfigField =
+    std::variant<bool& (*)(Config&), std::int64_t& (*)(Config&), double& (*)(Config&), std::string& (*)(Config&),
+                 std::vector<std::string>& (*)(Config&), std::array<double, 2>& (*)(Config&)>;
+
+// Limits of a number; for a list, of each of its numbers.
+struct Range {
+  std::optional<double> at_least = {};
+  std::optional<double> more_than = {};
+  std::optional<double> at_most = {};
+  std::optional<double> less_than = {};
+};
+
+struct ConfigKey {
+  std::string name;  // "section.key"
+  ConfigField field;
+  std::string help;
+  std::vector<std::string> choices = {};  // of a string; empty: any
+  Range range = {};
+  std::string later = {};  // what is missing for the design's other values, said where one of them is asked for
+  // The key means something only where another one has one of these values; elsewhere it is refused, and not written.
+  std::string where_key = {};
+  std::vector<std::string> where_values = {};
+
+  std::string section() const { return name.substr(0, name.find('.')); }
+  std::string key() const { return name.substr(name.find('.') + 1); }
+};
+
+// A key of the design that this version cannot honour yet, and what it waits for.
+struct LaterKey {
+  std::string name;
+  std::string waits_for;
+};
+
+const std::vector<ConfigKey>& config_keys();
+const std::vector<LaterKey>& later_keys();
+const std::string& help_of_section(const std::string& section);
+
+// Each section once, in the order of the table.
+std::vector<std::string> config_sections();
+std::vector<std::string> keys_of_section(const std::string& section);
+const ConfigKey* find_key(const std::string& name);
+
+// "an integer, at least 1".
+std::string allowed_text(const ConfigKey& key);
+TomlValue value_of(const ConfigKey& key, const Config& config);
+bool applies(const ConfigKey& key, const Config& config);
+
+}  // namespace bonfire

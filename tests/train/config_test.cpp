@@ -1,0 +1,175 @@
+#include "bonfire/train/config.h"
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <sstream>
+
+#include "bonfire/base/error.h"
+
+namespace bonfire {
+namespace {
+
+std::string error_of(const std::string& text, std::int64_t ranks = 1, const std::vector<std::string>& overrides = {}) {
+  try {
+    Config config = parse_config(text, "a.toml", overrides);
+    resolve(config, ranks);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(Config, AnEmptyFileIsTheDefaults) {
+  Config config = parse_config("", "a.toml");
+  resolve(config, 1);
+  EXPECT_EQ(config.train.batch, 8);
+  EXPECT_EQ(config.train.microbatch, 8);
+  EXPECT_EQ(config.layout.replicate, 1);
+}
+
+TEST(Config, ReadsEveryTypeAndRemembersWhere) {
+  const Config config = parse_config(
+      "[optimizer]\nlr = 1\nbetas = [0.5, 0.25]\namsgrad = true\n[run]\nname = \"x\"\n[data]\ntype = \"tokens\"\n"
+      "paths = [\"a\", \"b\"]\n[train]\nsteps = 7\n",
+      "a.toml");
+  EXPECT_EQ(config.optimizer.lr, 1.0);
+  EXPECT_EQ(config.optimizer.betas, (std::array<double, 2>{0.5, 0.25}));
+  EXPECT_TRUE(config.optimizer.amsgrad);
+  EXPECT_EQ(config.run.name, "x");
+  EXPECT_EQ(config.data.paths, (std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(config.train.steps, 7);
+  EXPECT_EQ(config.origin.at("train.steps"), "a.toml:11");
+  EXPECT_FALSE(config.given("train.batch"));
+}
+
+TEST(Config, OverridesWinAndNeedNoQuotes) {
+  const Config config = parse_config(
+      "[train]\nsteps = 7\n", "a.toml",
+      {"train.steps=9", "run.name=1", "train.precision=bf16", "optimizer.betas=[0.1, 0.2]", "optimizer.lr=1e-3"});
+  EXPECT_EQ(config.train.steps, 9);
+  EXPECT_EQ(config.run.name, "1");
+  EXPECT_EQ(config.train.precision, "bf16");
+  EXPECT_EQ(config.optimizer.lr, 1e-3);
+  EXPECT_EQ(config.optimizer.betas[1], 0.2);
+}
+
+TEST(Config, WithoutAnAxisTheRanksReplicate) {
+  Config config = parse_config("[train]\nbatch = 12\n", "a.toml");
+  resolve(config, 3);
+  EXPECT_EQ(config.layout.replicate, 3);
+  EXPECT_EQ(config.train.microbatch, 4);
+}
+
+// Each message names the place, the key, the value and what is allowed, on one line.
+struct BadInput {
+  const char* name;
+  std::string text;
+  std::vector<std::string> parts;
+  std::int64_t ranks = 1;
+  std::vector<std::string> overrides = {};
+};
+
+class ConfigErrors : public testing::TestWithParam<BadInput> {};
+
+TEST_P(ConfigErrors, AreOneLineThatNamesTheThing) {
+  const auto& bad = GetParam();
+  const std::string error = error_of(bad.text, bad.ranks, bad.overrides);
+  for (const auto& part : bad.parts)
+    EXPECT_NE(error.find(part), std::string::npos) << "'" << part << "' is not in: " << error;
+  EXPECT_EQ(error.find('\n'), std::string::npos) << error;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Bad, ConfigErrors,
+    testing::Values(
+        BadInput{"unknown_key",
+                 "[model]\ndim = 8\nlayer = 6\n",
+                 {"a.toml:3", "model.layer = 6", "did you mean layers?", "kv_heads"}},
+        BadInput{"unknown_section", "[optimiser]\nlr = 1\n", {"a.toml:1", "[optimiser]", "did you mean optimizer?"}},
+        BadInput{"key_in_wrong_section", "[train]\nlr = 1\n", {"a.toml:2", "train.lr = 1", "did you mean optimizer.lr?"}},
+        BadInput{"outside_of_a_section", "steps = 5\n", {"a.toml:1", "steps = 5", "[train]"}},
+        BadInput{"string_for_integer",
+                 "[train]\nsteps = \"many\"\n",
+                 {"a.toml:2", "train.steps = \"many\"", "is a string", "allowed: an integer, at least 1"}},
+        BadInput{"float_for_integer", "[train]\nsteps = 2.0\n", {"train.steps = 2.0", "an integer"}},
+        BadInput{"integer_for_bool", "[optimizer]\namsgrad = 1\n", {"optimizer.amsgrad = 1", "true or false"}},
+        BadInput{"negative", "[train]\nbatch = -4\n", {"a.toml:2", "train.batch = -4", "at least 1"}},
+        BadInput{"nan", "[optimizer]\nlr = nan\n", {"optimizer.lr = nan", "at least 0"}},
+        BadInput{"infinite", "[optimizer]\nlr = inf\n", {"optimizer.lr = inf", "not finite"}},
+        BadInput{"short_list", "[optimizer]\nbetas = [0.9]\n", {"optimizer.betas = [0.9]", "holds 1 values", "two numbers"}},
+        BadInput{"beta_of_one", "[optimizer]\nbetas = [0.9, 1.0]\n", {"a.toml:2", "optimizer.betas", "less than 1"}},
+        BadInput{"wrong_choice",
+                 "[train]\nprecision = \"bf61\"\n",
+                 {"a.toml:2", "train.precision = \"bf61\"", "fp32 | bf16 | fp16"}},
+        BadInput{"near_choice", "[optimizer]\ntype = \"adamW\"\n", {"optimizer.type = \"adamW\"", "did you mean adamw?"}},
+        BadInput{"not_toml", "[train\n", {"a.toml:1", "not TOML"}},
+        BadInput{"product_of_axes",
+                 "[layout]\nreplicate = 2\n",
+                 {"a.toml:2", "layout.replicate = 2", "but there are 3", "product is 3"},
+                 3},
+        BadInput{"batch_not_divided",
+                 "[train]\nbatch = 8\n",
+                 {"a.toml:2", "train.batch = 8", "3 data-parallel ranks", "a multiple of 3"},
+                 3},
+        BadInput{
+            "microbatch", "[train]\nbatch = 8\nmicrobatch = 3\n", {"a.toml:3", "train.microbatch = 3", "a divisor of 4"}, 2},
+        BadInput{"missing_file",
+                 "[data]\ntype = \"tokens\"\npaths = [\"nowhere.bin\"]\n",
+                 {"a.toml:3", "data.paths", "\"nowhere.bin\"", "exist"}},
+        BadInput{"no_files", "[data]\ntype = \"tokens\"\n", {"data.paths = []", "at least one path"}},
+        BadInput{"tokens_for_images",
+                 "[model]\ntype = \"vgg\"\n[data]\ntype = \"tokens\"\n",
+                 {"a.toml:4", "data.type", "\"vgg\"", "synthetic"}},
+        BadInput{"no_meaning",
+                 "[model]\ntype = \"gpt2\"\nkv_heads = 2\n",
+                 {"a.toml:3", "model.kv_heads = 2", "model.type = \"gpt2\"", "llama"}},
+        BadInput{"pipeline",
+                 "[layout]\npipeline = 2\n",
+                 {"a.toml:2", "layout.pipeline = 2", "pipeline parallelism is not available", "allowed: 1"},
+                 2},
+        BadInput{"shard",
+                 "[layout]\nshard = 2\n",
+                 {"a.toml:2", "layout.shard = 2", "sharding is not available", "allowed: 1"},
+                 2},
+        BadInput{"fp8",
+                 "[train]\nprecision = \"fp8\"\n",
+                 {"a.toml:2", "train.precision = \"fp8\"", "not available", "fp32 | bf16 | fp16"}},
+        BadInput{"recompute", "[layout]\nrecompute = \"full\"\n", {"layout.recompute = \"full\"", "not available", "none"}},
+        BadInput{"later_key",
+                 "[checkpoint]\nevery = 100\n",
+                 {"a.toml:2", "checkpoint.every = 100", "checkpoints is not available"}},
+        BadInput{
+            "min_lr", "[optimizer]\nlr = 0.1\nmin_lr = 0.2\n", {"a.toml:3", "optimizer.min_lr = 0.2", "optimizer.lr = 0.1"}},
+        BadInput{"name", "[run]\nname = \"../x\"\n", {"a.toml:2", "run.name = \"../x\"", "letters"}},
+        BadInput{"trace_past_the_end",
+                 "[train]\nsteps = 4\ntrace_steps = 9\n",
+                 {"train.trace_steps = 9", "4 steps", "at most 2"}},
+        BadInput{"override_unknown", "", {"--set train.stpes=5", "did you mean steps?"}, 1, {"train.stpes=5"}},
+        BadInput{"override_type", "", {"--set train.steps=five", "is a string", "an integer"}, 1, {"train.steps=five"}},
+        BadInput{"override_form", "", {"--set steps", "section.key=value"}, 1, {"steps"}},
+        BadInput{"override_section", "", {"--set trian.steps=5", "did you mean train?"}, 1, {"trian.steps=5"}}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(Config, TheResolvedFileReadsBackToItself) {
+  for (const char* text : {"", "[model]\ntype = \"vgg\"\n[optimizer]\ntype = \"sgd\"\nlr = 0.1\n",
+                           "[train]\nprecision = \"fp16\"\nbatch = 12\n[layout]\ncompression = \"powersgd\"\n"}) {
+    Config config = parse_config(text, "a.toml");
+    resolve(config, 2);
+    const std::string written = to_toml(config);
+    Config again = parse_config(written, "config.toml");
+    resolve(again, 2);
+    EXPECT_EQ(to_toml(again), written);
+  }
+}
+
+TEST(Config, TheReferencePageIsUpToDate) {
+  std::ifstream in(std::string(BONFIRE_SOURCE_DIR) + "/docs/configuration.md");
+  std::stringstream page;
+  page << in.rdbuf();
+  EXPECT_TRUE(page.str() == config_reference())
+      << "write it anew: build/bonfire doctor --config-reference > docs/configuration.md";
+}
+
+}  // namespace
+}  // namespace bonfire
