@@ -15,7 +15,7 @@ const std::vector<ConfigKey>& config_keys() {
       {.name = "run.name", .field = FIELD(run.name), .help = "Name of the run and of its folder."},
       {.name = "run.folder",
        .field = FIELD(run.folder),
-       .help = "Folder in which run folders are made; a number is added to the name where it exists, and `NAME-latest` "
+       .help = "Folder in which run folders are made; a number is added to the name where it exists, and `latest` "
                "points to the newest."},
       {.name = "run.device",
        .field = FIELD(run.device),
