@@ -1,0 +1,247 @@
+#include <cmath>
+
+#include <fmt/format.h>
+
+#include "bonfire/plan/model.h"
+
+namespace bonfire::plan {
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+constexpr double kDeviation = 0.02;  // what GPT-2 and Llama start from
+
+Init normal(double deviation) { return {InitKind::normal, deviation}; }
+
+// A parameter that one public name stands for.
+ParameterDescription plain(std::string name, Shape shape, Init init, std::string public_name) {
+  const std::int64_t rows = shape[0];
+  return {.name = std::move(name), .shape = std::move(shape), .init = init, .slices = {{std::move(public_name), 0, rows}}};
+}
+
+// A product's weight that is stored [in, out] outside.
+ParameterDescription transposed(std::string name, Shape shape, Init init, std::string public_name) {
+  auto parameter = plain(std::move(name), std::move(shape), init, std::move(public_name));
+  parameter.slices[0].transposed = true;
+  return parameter;
+}
+
+struct Part {
+  std::string name;
+  std::int64_t rows;
+};
+
+// Several public weights on top of each other, so that one product serves them all.
+ParameterDescription packed(std::string name, std::int64_t columns, Init init, const std::vector<Part>& parts) {
+  ParameterDescription parameter{.name = std::move(name), .shape = {0, columns}, .init = init, .slices = {}};
+  for (const auto& part : parts) {
+    parameter.slices.push_back({part.name, parameter.shape[0], part.rows});
+    parameter.shape[0] += part.rows;
+  }
+  return parameter;
+}
+
+double product(std::int64_t in, std::int64_t out) { return 2.0 * static_cast<double>(in) * static_cast<double>(out); }
+
+// The Unit that turns hidden states into logits or a loss. The loss keeps its gradient in place of the logits.
+UnitDescription output_head(const ModelSpec& spec) {
+  return {.name = "head",
+          .kind = UnitKind::head,
+          .product_flops = product(spec.dim, spec.outputs()),
+          .saved_elements = 2 * spec.dim + spec.outputs(),
+          .saved_statistics = 1,
+          .output_elements = spec.outputs()};
+}
+
+// Where the head is tied, the root holds the embedding, because two Units read it.
+void add_embedding(ModelDescription& model, const std::string& public_name) {
+  const auto& spec = model.spec;
+  auto weight = plain("weight", {spec.vocab, spec.dim}, normal(kDeviation), public_name);
+  UnitDescription embedding{.name = "embedding", .kind = UnitKind::embedding, .output_elements = spec.dim};
+  if (spec.tied) {
+    weight.name = "tokens";
+    embedding.shared = {"tokens"};
+    model.units.push_back({.name = "", .kind = UnitKind::root, .parameters = {std::move(weight)}});
+  } else {
+    embedding.parameters.push_back(std::move(weight));
+  }
+  model.units.push_back(std::move(embedding));
+}
+
+void describe_llama(ModelDescription& model) {
+  const auto& spec = model.spec;
+  const std::int64_t dim = spec.dim, query = spec.heads * spec.head_size(), key = spec.kv_head_count() * spec.head_size();
+  const Init ones{InitKind::ones};
+  add_embedding(model, "model.embed_tokens.weight");
+  for (std::int64_t i = 0; i < spec.layers; ++i) {
+    const auto outside = [&](const char* name) { return fmt::format("model.layers.{}.{}.weight", i, name); };
+    UnitDescription block{.name = fmt::format("blocks.{}", i), .kind = UnitKind::block};
+    block.parameters = {
+        plain("attention_norm.weight", {dim}, ones, outside("input_layernorm")),
+        packed(
+            "attention.qkv.weight", dim, normal(kDeviation),
+            {{outside("self_attn.q_proj"), query}, {outside("self_attn.k_proj"), key}, {outside("self_attn.v_proj"), key}}),
+        plain("attention.output.weight", {dim, query}, normal(kDeviation), outside("self_attn.o_proj")),
+        plain("feed_norm.weight", {dim}, ones, outside("post_attention_layernorm")),
+        packed("feed.gate_up.weight", dim, normal(kDeviation),
+               {{outside("mlp.gate_proj"), spec.ffn}, {outside("mlp.up_proj"), spec.ffn}}),
+        plain("feed.down.weight", {dim, spec.ffn}, normal(kDeviation), outside("mlp.down_proj"))};
+    block.product_flops =
+        product(dim, query + 2 * key) + product(query, dim) + product(dim, 2 * spec.ffn) + product(spec.ffn, dim);
+    block.attention_flops_per_position = 4.0 * static_cast<double>(query);
+    // Input, its norm, q, k, v, attention's output, the middle of the block, its norm, gate and up, their product.
+    block.saved_elements = 4 * dim + 2 * query + 2 * key + 3 * spec.ffn;
+    block.saved_statistics = 2 + spec.heads;
+    block.output_elements = dim;
+    model.units.push_back(std::move(block));
+  }
+  UnitDescription head = output_head(spec);
+  head.parameters.push_back(plain("norm.weight", {dim}, ones, "model.norm.weight"));
+  if (spec.tied)
+    head.shared = {"tokens"};
+  else
+    head.parameters.push_back(plain("output.weight", {spec.vocab, dim}, normal(kDeviation), "lm_head.weight"));
+  model.units.push_back(std::move(head));
+}
+
+void describe_gpt2(ModelDescription& model) {
+  const auto& spec = model.spec;
+  const std::int64_t dim = spec.dim;
+  const Init ones{InitKind::ones}, zeros{InitKind::zeros};
+  // Each block adds to the residual stream twice; GPT-2 starts those products smaller, so that the sum keeps its size.
+  const Init residual = normal(kDeviation / std::sqrt(2.0 * static_cast<double>(spec.layers)));
+  add_embedding(model, "transformer.wte.weight");
+  model.units.back().parameters.push_back(
+      plain("positions", {spec.positions, dim}, normal(kDeviation), "transformer.wpe.weight"));
+  for (std::int64_t i = 0; i < spec.layers; ++i) {
+    const auto outside = [&](const char* name) { return fmt::format("transformer.h.{}.{}", i, name); };
+    UnitDescription block{.name = fmt::format("blocks.{}", i), .kind = UnitKind::block};
+    block.parameters = {
+        plain("attention_norm.weight", {dim}, ones, outside("ln_1.weight")),
+        plain("attention_norm.bias", {dim}, zeros, outside("ln_1.bias")),
+        transposed("attention.qkv.weight", {3 * dim, dim}, normal(kDeviation), outside("attn.c_attn.weight")),
+        plain("attention.qkv.bias", {3 * dim}, zeros, outside("attn.c_attn.bias")),
+        transposed("attention.output.weight", {dim, dim}, residual, outside("attn.c_proj.weight")),
+        plain("attention.output.bias", {dim}, zeros, outside("attn.c_proj.bias")),
+        plain("feed_norm.weight", {dim}, ones, outside("ln_2.weight")),
+        plain("feed_norm.bias", {dim}, zeros, outside("ln_2.bias")),
+        transposed("feed.up.weight", {spec.ffn, dim}, normal(kDeviation), outside("mlp.c_fc.weight")),
+        plain("feed.up.bias", {spec.ffn}, zeros, outside("mlp.c_fc.bias")),
+        transposed("feed.down.weight", {dim, spec.ffn}, residual, outside("mlp.c_proj.weight")),
+        plain("feed.down.bias", {dim}, zeros, outside("mlp.c_proj.bias"))};
+    block.product_flops = product(dim, 3 * dim) + product(dim, dim) + 2 * product(dim, spec.ffn);
+    block.attention_flops_per_position = 4.0 * static_cast<double>(dim);
+    block.saved_elements = 8 * dim + 2 * spec.ffn;
+    block.saved_statistics = 4 + spec.heads;
+    block.output_elements = dim;
+    model.units.push_back(std::move(block));
+  }
+  UnitDescription head = output_head(spec);
+  head.saved_statistics += 1;
+  head.parameters = {plain("norm.weight", {dim}, ones, "transformer.ln_f.weight"),
+                     plain("norm.bias", {dim}, zeros, "transformer.ln_f.bias")};
+  if (spec.tied)
+    head.shared = {"tokens"};
+  else
+    head.parameters.push_back(plain("output.weight", {spec.vocab, dim}, normal(kDeviation), "lm_head.weight"));
+  model.units.push_back(std::move(head));
+}
+
+void describe_mlp(ModelDescription& model) {
+  const auto& spec = model.spec;
+  const std::int64_t dim = spec.dim;
+  const Init zeros{InitKind::zeros};
+  const auto fan_in = [](std::int64_t in) { return normal(1 / std::sqrt(static_cast<double>(in))); };
+  if (spec.features) {
+    UnitDescription entry{.name = "embedding", .kind = UnitKind::embedding};
+    entry.parameters = {plain("weight", {dim, spec.features}, fan_in(spec.features), "embedding.weight"),
+                        plain("bias", {dim}, zeros, "embedding.bias")};
+    entry.product_flops = product(spec.features, dim);
+    entry.saved_elements = spec.features;
+    entry.output_elements = dim;
+    model.units.push_back(std::move(entry));
+  } else {
+    add_embedding(model, "embedding.weight");
+  }
+  for (std::int64_t i = 0; i < spec.layers; ++i) {
+    const auto outside = [&](const char* name) { return fmt::format("blocks.{}.{}", i, name); };
+    UnitDescription block{.name = fmt::format("blocks.{}", i), .kind = UnitKind::block};
+    block.parameters = {plain("up.weight", {spec.ffn, dim}, fan_in(dim), outside("up.weight")),
+                        plain("up.bias", {spec.ffn}, zeros, outside("up.bias")),
+                        plain("down.weight", {dim, spec.ffn}, fan_in(spec.ffn), outside("down.weight")),
+                        plain("down.bias", {dim}, zeros, outside("down.bias"))};
+    block.product_flops = 2 * product(dim, spec.ffn);
+    block.saved_elements = dim + 2 * spec.ffn;
+    block.output_elements = dim;
+    model.units.push_back(std::move(block));
+  }
+  UnitDescription head = output_head(spec);
+  head.saved_elements = dim + spec.outputs();
+  head.saved_statistics = 0;
+  if (spec.tied)
+    head.shared = {"tokens"};
+  else
+    head.parameters.push_back(plain("output.weight", {spec.outputs(), dim}, fan_in(dim), "head.weight"));
+  model.units.push_back(std::move(head));
+}
+
+// torchvision's names count every layer of its two sequences, those without parameters too.
+void describe_vgg(ModelDescription& model) {
+  const auto& spec = model.spec;
+  const Init zeros{InitKind::zeros};
+  std::int64_t channels = spec.channels, side = spec.image, place = 0, block_number = 0;
+  for (const std::int64_t out : spec.convolutions) {
+    if (out == 0) {  // part of the Unit before it
+      side /= 2;
+      place += 1;
+      model.units.back().output_elements = channels * side * side;
+      model.units.back().saved_elements += channels * side * side;
+      continue;
+    }
+    UnitDescription block{.name = fmt::format("blocks.{}", block_number++), .kind = UnitKind::block};
+    block.parameters = {plain("weight", {out, channels, 3, 3}, normal(std::sqrt(2.0 / (9.0 * static_cast<double>(out)))),
+                              fmt::format("features.{}.weight", place)),
+                        plain("bias", {out}, zeros, fmt::format("features.{}.bias", place))};
+    block.product_flops = product(9 * channels, out) * static_cast<double>(side * side);
+    block.saved_elements = (channels + out) * side * side;
+    block.output_elements = out * side * side;
+    model.units.push_back(std::move(block));
+    channels = out;
+    place += 2;
+  }
+  const double deviation = 0.01;
+  std::int64_t in = channels * spec.pool * spec.pool;
+  for (const std::int64_t index : {0, 3}) {
+    UnitDescription block{.name = fmt::format("blocks.{}", block_number++), .kind = UnitKind::block};
+    block.parameters = {plain("weight", {spec.ffn, in}, normal(deviation), fmt::format("classifier.{}.weight", index)),
+                        plain("bias", {spec.ffn}, zeros, fmt::format("classifier.{}.bias", index))};
+    block.product_flops = product(in, spec.ffn);
+    block.saved_elements = in + spec.ffn;
+    block.output_elements = spec.ffn;
+    model.units.push_back(std::move(block));
+    in = spec.ffn;
+  }
+  UnitDescription head{.name = "head", .kind = UnitKind::head};
+  head.parameters = {plain("output.weight", {spec.classes, in}, normal(deviation), "classifier.6.weight"),
+                     plain("output.bias", {spec.classes}, zeros, "classifier.6.bias")};
+  head.product_flops = product(in, spec.classes);
+  head.saved_elements = in + spec.classes;
+  head.output_elements = spec.classes;
+  model.units.push_back(std::move(head));
+}
+
+}  // namespace
+
+ModelDescription describe(const ModelSpec& spec) {
+  validate(spec);
+  ModelDescription model{.spec = spec, .units = {}};
+  switch (spec.type) {
+    case ModelType::llama: describe_llama(model); break;
+    case ModelType::gpt2: describe_gpt2(model); break;
+    case ModelType::mlp: describe_mlp(model); break;
+    case ModelType::vgg: describe_vgg(model); break;
+  }
+  return model;
+}
+
+}  // namespace bonfire::plan

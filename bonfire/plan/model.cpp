@@ -1,0 +1,191 @@
+#include "bonfire/plan/model.h"
+
+#include <algorithm>
+#include <functional>
+#include <map>
+
+#include <fmt/ranges.h>
+
+#include "bonfire/base/error.h"
+
+namespace bonfire::plan {
+namespace {
+
+const std::map<std::string, ModelType, std::less<>> kTypes{
+    {"llama", ModelType::llama}, {"gpt2", ModelType::gpt2}, {"vgg", ModelType::vgg}, {"mlp", ModelType::mlp}};
+
+ModelSpec llama(ModelSpec spec) {
+  spec.type = ModelType::llama;
+  return spec;
+}
+
+ModelSpec gpt2(std::int64_t dim, std::int64_t layers, std::int64_t heads) {
+  return {.type = ModelType::gpt2,
+          .dim = dim,
+          .layers = layers,
+          .heads = heads,
+          .ffn = 4 * dim,
+          .vocab = 50257,
+          .positions = 1024,
+          .tied = true};
+}
+
+ModelSpec vgg(std::vector<std::int64_t> convolutions) {
+  return {.type = ModelType::vgg, .ffn = 4096, .dropout = 0.5, .convolutions = std::move(convolutions)};
+}
+
+const std::map<std::string, ModelSpec, std::less<>>& published() {
+  static const std::map<std::string, ModelSpec, std::less<>> models{
+      {"gpt2-124m", gpt2(768, 12, 12)},
+      {"gpt2-355m", gpt2(1024, 24, 16)},
+      {"gpt2-774m", gpt2(1280, 36, 20)},
+      {"gpt2-1558m", gpt2(1600, 48, 25)},
+      {"llama2-7b", llama({.dim = 4096, .layers = 32, .heads = 32, .ffn = 11008, .vocab = 32000, .positions = 4096})},
+      {"llama2-13b", llama({.dim = 5120, .layers = 40, .heads = 40, .ffn = 13824, .vocab = 32000, .positions = 4096})},
+      {"llama2-70b",
+       llama({.dim = 8192, .layers = 80, .heads = 64, .kv_heads = 8, .ffn = 28672, .vocab = 32000, .positions = 4096})},
+      {"llama3-8b", llama({.dim = 4096,
+                           .layers = 32,
+                           .heads = 32,
+                           .kv_heads = 8,
+                           .ffn = 14336,
+                           .vocab = 128256,
+                           .positions = 8192,
+                           .rope_theta = 500000})},
+      {"llama3-70b", llama({.dim = 8192,
+                            .layers = 80,
+                            .heads = 64,
+                            .kv_heads = 8,
+                            .ffn = 28672,
+                            .vocab = 128256,
+                            .positions = 8192,
+                            .rope_theta = 500000})},
+      {"vgg11", vgg({64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0})},
+      {"vgg13", vgg({64, 64, 0, 128, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0})},
+      {"vgg16", vgg({64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0})},
+      {"vgg19", vgg({64, 64, 0, 128, 128, 0, 256, 256, 256, 256, 0, 512, 512, 512, 512, 0, 512, 512, 512, 512, 0})}};
+  return models;
+}
+
+void positive(const char* key, std::int64_t value) {
+  if (value < 1) fail_config("model.{} is {}; it must be at least 1", key, value);
+}
+
+void validate_attention(const ModelSpec& spec) {
+  positive("heads", spec.heads);
+  positive("positions", spec.positions);
+  if (!spec.head_dim && spec.dim % spec.heads)
+    fail_config("model.heads is {}, which does not divide model.dim = {}", spec.heads, spec.dim);
+  if (spec.head_dim < 0) fail_config("model.head_dim is {}; it must be at least 1, or 0 for dim / heads", spec.head_dim);
+  if (spec.kv_heads < 0 || spec.heads % spec.kv_head_count())
+    fail_config("model.kv_heads is {}, which does not divide model.heads = {}", spec.kv_heads, spec.heads);
+  if (spec.type == ModelType::llama && spec.head_size() % 2)
+    fail_config("the size of a head is {} (model.dim = {} over model.heads = {}); rotary positions need an even one",
+                spec.head_size(), spec.dim, spec.heads);
+  if (spec.type == ModelType::llama && !(spec.rope_theta > 0))
+    fail_config("model.rope_theta is {}; it must be above 0", spec.rope_theta);
+  if (spec.type == ModelType::gpt2 && spec.kv_head_count() != spec.heads)
+    fail_config("model.kv_heads is {}; gpt2 has as many as model.heads = {}", spec.kv_heads, spec.heads);
+  if (spec.type == ModelType::gpt2 && spec.head_size() * spec.heads != spec.dim)
+    fail_config("model.head_dim is {}; gpt2 needs model.dim / model.heads = {}", spec.head_dim, spec.dim / spec.heads);
+}
+
+void validate_vgg(const ModelSpec& spec) {
+  positive("image", spec.image);
+  positive("channels", spec.channels);
+  positive("classes", spec.classes);
+  positive("pool", spec.pool);
+  std::int64_t side = spec.image;
+  bool any = false;
+  for (const std::int64_t channels : spec.convolutions) {
+    if (channels < 0)
+      fail_config("model.convolutions holds {}; an entry is a number of channels, or 0 for a pooling", channels);
+    any = any || channels;
+    if (channels) continue;
+    if (!any) fail_config("model.convolutions starts with a pooling; it must start with a convolution");
+    side /= 2;
+  }
+  if (!any) fail_config("model.convolutions is empty; vgg needs at least one convolution");
+  if (side < 1)
+    fail_config("model.image is {}, too small for the {} poolings of model.convolutions", spec.image,
+                std::count(spec.convolutions.begin(), spec.convolutions.end(), 0));
+}
+
+}  // namespace
+
+const char* name_of(ModelType type) {
+  for (const auto& [name, value] : kTypes)
+    if (value == type) return name.c_str();
+  return "unknown";
+}
+
+ModelType model_type(std::string_view name) {
+  if (const auto found = kTypes.find(name); found != kTypes.end()) return found->second;
+  fail_config("model.type is \"{}\"; it must be llama, gpt2, vgg or mlp", name);
+}
+
+std::vector<std::string> published_model_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, spec] : published()) names.push_back(name);
+  return names;
+}
+
+ModelSpec published_model(std::string_view name) {
+  if (const auto found = published().find(name); found != published().end()) return found->second;
+  fail_config("\"{}\" is no published model; known are {}", name, fmt::join(published_model_names(), ", "));
+}
+
+void validate(const ModelSpec& spec) {
+  if (!(spec.dropout >= 0 && spec.dropout < 1)) fail_config("model.dropout is {}; it must be in [0, 1)", spec.dropout);
+  positive("ffn", spec.ffn);
+  if (spec.type == ModelType::vgg) {
+    if (spec.tied) fail_config("model.tied is true; vgg has no embedding to tie");
+    return validate_vgg(spec);
+  }
+  positive("dim", spec.dim);
+  positive("layers", spec.layers);
+  if (spec.outputs() == spec.vocab) positive("vocab", spec.vocab);
+  if (!(spec.norm_eps > 0)) fail_config("model.norm_eps is {}; it must be above 0", spec.norm_eps);
+  if (spec.type == ModelType::mlp) {
+    if (spec.features < 0) fail_config("model.features is {}; it must be at least 1, or 0 for tokens", spec.features);
+    if (spec.features) positive("classes", spec.classes);
+    if (spec.features && spec.tied) fail_config("model.tied is true; an mlp of vectors has no embedding to tie");
+  } else {
+    validate_attention(spec);
+  }
+}
+
+std::int64_t ParameterDescription::elements() const {
+  std::int64_t product = 1;
+  for (const std::int64_t size : shape) product *= size;
+  return product;
+}
+
+std::int64_t UnitDescription::parameter_elements() const {
+  std::int64_t sum = 0;
+  for (const auto& parameter : parameters) sum += parameter.elements();
+  return sum;
+}
+
+double UnitDescription::forward_flops(std::int64_t sequence) const {
+  // A causal token at position p attends to p + 1 positions: (sequence + 1) / 2 on average.
+  return product_flops + attention_flops_per_position * (static_cast<double>(sequence) + 1) / 2;
+}
+
+std::int64_t UnitDescription::activation_bytes(std::int64_t element_bytes) const {
+  return saved_elements * element_bytes + saved_statistics * 4;
+}
+
+std::int64_t ModelDescription::parameter_elements() const {
+  std::int64_t sum = 0;
+  for (const auto& unit : units) sum += unit.parameter_elements();
+  return sum;
+}
+
+const UnitDescription& ModelDescription::unit(std::string_view name) const {
+  for (const auto& unit : units)
+    if (unit.name == name) return unit;
+  fail("the model has no Unit \"{}\"", name);
+}
+
+}  // namespace bonfire::plan

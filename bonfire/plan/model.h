@@ -1,0 +1,120 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "bonfire/base/api.h"
+
+// Models as data: which Units they have, in forward order, and which parameters each of them holds. The planner reads this
+// to count bytes and work; `bonfire/models` creates exactly these parameters. No torch.
+namespace bonfire::plan {
+
+enum class ModelType { llama, gpt2, vgg, mlp };
+
+// What the [model] section says. A token is the smallest piece of a sample: a token of text, one image, one vector.
+struct ModelSpec {
+  ModelType type = ModelType::llama;
+  std::int64_t dim = 256;
+  std::int64_t layers = 6;
+  std::int64_t heads = 8;
+  std::int64_t kv_heads = 0;  // 0: as many as heads
+  std::int64_t head_dim = 0;  // 0: dim / heads
+  std::int64_t ffn = 1024;    // vgg: width of the two hidden layers of the classifier
+  std::int64_t vocab = 4096;
+  std::int64_t positions = 1024;  // longest sequence
+  double rope_theta = 10000;
+  double norm_eps = 1e-5;
+  double dropout = 0;
+  bool tied = false;  // the output product uses the embedding's weight
+
+  // mlp: 0 reads tokens through an embedding of `vocab` rows, otherwise vectors of this length, sorted into `classes`.
+  std::int64_t features = 0;
+  std::int64_t classes = 1000;
+
+  // vgg: squares of `image` pixels; output channels of each 3x3 convolution, 0 for a pooling that halves the square; `pool`
+  // is the side of the square that the classifier sees.
+  std::int64_t image = 224;
+  std::int64_t channels = 3;
+  std::int64_t pool = 7;
+  std::vector<std::int64_t> convolutions{};
+
+  // The values that 0 stands for.
+  std::int64_t kv_head_count() const { return kv_heads ? kv_heads : heads; }
+  std::int64_t head_size() const { return head_dim ? head_dim : (heads ? dim / heads : 0); }
+  // Columns of the logits.
+  std::int64_t outputs() const { return type == ModelType::vgg || (type == ModelType::mlp && features) ? classes : vocab; }
+};
+
+BONFIRE_API const char* name_of(ModelType type);
+// Throws ConfigError for a name that is not one of llama, gpt2, vgg, mlp.
+BONFIRE_API ModelType model_type(std::string_view name);
+
+// A published shape: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, llama2-7b, llama2-13b, llama2-70b, llama3-8b, llama3-70b,
+// vgg11, vgg13, vgg16, vgg19. Throws ConfigError for another name.
+BONFIRE_API ModelSpec published_model(std::string_view name);
+BONFIRE_API std::vector<std::string> published_model_names();
+
+// Throws ConfigError that names the first key that is impossible.
+BONFIRE_API void validate(const ModelSpec& spec);
+
+enum class InitKind { zeros, ones, normal };
+
+struct Init {
+  InitKind kind = InitKind::zeros;
+  double deviation = 0;  // of a normal
+};
+
+// Rows [begin, begin + rows) of a parameter are known outside (Hugging Face, torchvision) under this name.
+struct PublicSlice {
+  std::string name{};
+  std::int64_t begin = 0;
+  std::int64_t rows = 0;
+  bool transposed = false;  // stored [in, out] outside, [out, in] here
+};
+
+struct ParameterDescription {
+  std::string name{};  // path inside the Unit: "attention.qkv.weight"
+  std::vector<std::int64_t> shape{};
+  Init init{};
+  bool trained = true;
+  std::vector<PublicSlice> slices{};  // in order of rows; together they are the whole parameter
+
+  BONFIRE_API std::int64_t elements() const;
+};
+
+enum class UnitKind { root, embedding, block, head };
+
+// One Unit. Costs are per token and per element of the compute type, so that the caller chooses sequence and precision.
+struct UnitDescription {
+  std::string name{};  // path inside the model: "blocks.3"; empty for the root
+  UnitKind kind = UnitKind::block;
+  std::vector<ParameterDescription> parameters{};  // in the order of the module's parameters()
+  std::vector<std::string> shared{};               // the root's parameters that this Unit reads as well: tied weights
+
+  double product_flops = 0;                 // of matrix products and convolutions in forward
+  double attention_flops_per_position = 0;  // in forward, for each earlier position that a token attends to
+  std::int64_t saved_elements = 0;          // kept from forward for backward
+  std::int64_t saved_statistics = 0;        // fp32 numbers kept as well, whatever the compute type
+  std::int64_t output_elements = 0;         // what the next Unit receives
+
+  BONFIRE_API std::int64_t parameter_elements() const;
+  // Work of a token's forward in a causal sequence of this length. Backward is twice that.
+  BONFIRE_API double forward_flops(std::int64_t sequence) const;
+  // Bytes that a token's forward keeps for backward.
+  BONFIRE_API std::int64_t activation_bytes(std::int64_t element_bytes) const;
+};
+
+struct ModelDescription {
+  ModelSpec spec;
+  std::vector<UnitDescription> units{};  // forward order; the root comes first where it holds parameters itself
+
+  BONFIRE_API std::int64_t parameter_elements() const;
+  BONFIRE_API const UnitDescription& unit(std::string_view name) const;
+};
+
+// Validates `spec`, then lists its Units.
+BONFIRE_API ModelDescription describe(const ModelSpec& spec);
+
+}  // namespace bonfire::plan
