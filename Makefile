@@ -1,23 +1,71 @@
-# The whole of Bonfire from a fresh machine: `make demo`, `make test`.
+# The whole of Bonfire from a fresh machine: `make demo`, `make test`. `make help` lists the rest.
 # PRESET=release|debug|asan|tsan chooses the build; LIBTORCH=DIR an existing LibTorch.
 PRESET ?= release
 BUILD  := $(if $(filter release,$(PRESET)),build,build-$(PRESET))
 JOBS   ?= $(shell nproc)
+PEERS  ?= peers
+PREFIX ?= /usr/local
+SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu')
 
-.PHONY: setup configure build test demo peers test-peers bench install format lint clean
+.PHONY: help setup configure build command test demo peers test-peers bench install format lint clean
+
+# $(call configure,ON|OFF): what CMake says is shown only where it fails.
+configure = @libtorch=$$(setup/libtorch.sh) \
+  && cmake --preset $(PRESET) -DBONFIRE_LIBTORCH=$$libtorch -DBONFIRE_BUILD_TESTS=$(1) > $(BUILD).log 2>&1 \
+  && rm -f $(BUILD).log || { cat $(BUILD).log; rm -f $(BUILD).log; exit 1; }
+
+help:
+	@echo "make demo        train a small model on two local ranks"
+	@echo "make test        build everything and run every test"
+	@echo "make build       build everything; the command is $(BUILD)/bonfire"
+	@echo "make install     build and install into PREFIX ($(PREFIX))"
+	@echo "make peers       an environment with PyTorch, transformers and TensorBoard in PEERS ($(PEERS))"
+	@echo "make test-peers  tests against those"
+	@echo "make bench       benchmarks against those, into bench/results"
+	@echo "make format      clang-format; make lint checks it and runs clang-tidy (FILES='...' for some files)"
 
 setup:
-	@setup/packages.sh
+	@setup/packages.sh build tests
 
 configure: setup
-	@libtorch=$$(setup/libtorch.sh) && cmake --preset $(PRESET) -DBONFIRE_LIBTORCH=$$libtorch > $(BUILD).log 2>&1 \
-	  && rm -f $(BUILD).log || { cat $(BUILD).log; rm -f $(BUILD).log; exit 1; }
+	$(call configure,ON)
 
 build: configure
 	@cmake --build $(BUILD) -j $(JOBS)
 
+# Without the tests and what they need.
+command:
+	@setup/packages.sh build
+	$(call configure,OFF)
+	@cmake --build $(BUILD) -j $(JOBS) --target command
+
 test: build
 	@cd $(BUILD) && ctest --output-on-failure --no-tests=error
+
+demo: command
+	@$(BUILD)/bonfire train examples/demo.toml --ranks 2
+
+install: command
+	@cmake --install $(BUILD) --prefix $(PREFIX)
+
+peers:
+	@setup/peers.sh $(PEERS)
+
+test-peers: build peers
+	@$(PEERS)/bin/python -m unittest discover --start-directory tests/peers --pattern '*_test.py' --verbose
+
+bench: command peers
+	@$(PEERS)/bin/python bench/run.py --peers $(PEERS) --command $(BUILD)/bonfire
+
+format:
+	@setup/packages.sh lint
+	@clang-format -i $(SOURCES)
+
+FILES ?= $(filter %.cpp,$(filter bonfire/% cli/%,$(SOURCES)))
+lint: configure
+	@setup/packages.sh lint
+	@clang-format --dry-run -Werror $(SOURCES)
+	@clang-tidy -p $(BUILD) --quiet $(filter-out bonfire/cuda/%,$(FILES))
 
 clean:
 	rm -rf build build-*

@@ -1,14 +1,28 @@
 #!/usr/bin/env bash
-# Installs the Debian/Ubuntu packages that Bonfire builds and tests with. Does nothing where all are there.
+# Installs the Debian/Ubuntu packages that the given parts need. Does nothing where all are there.
+#
+# packages.sh [build] [tests] [lint]: without a word, build and tests
 set -euo pipefail
 
 build=(g++ cmake ninja-build ccache mold unzip python3 python3-pip ca-certificates
        libcli11-dev libtomlplusplus-dev nlohmann-json3-dev libxxhash-dev
        libgloo-dev libsentencepiece-dev)
 tests=(libgtest-dev libbenchmark-dev openmpi-bin libopenmpi-dev slurm-wlm munge)
+lint=(clang-format clang-tidy)
+
+[ $# -gt 0 ] || set -- build tests
+wanted=()
+for part in "$@"; do
+  case $part in
+    build) wanted+=("${build[@]}") ;;
+    tests) wanted+=("${tests[@]}") ;;
+    lint) wanted+=("${lint[@]}") ;;
+    *) echo "packages.sh: no part '$part'; there are build, tests and lint" >&2; exit 2 ;;
+  esac
+done
 
 missing=()
-for package in "${build[@]}" "${tests[@]}"; do
+for package in "${wanted[@]}"; do
   dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
 done
 [ ${#missing[@]} -eq 0 ] && exit 0

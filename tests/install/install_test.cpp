@@ -1,0 +1,156 @@
+#include <gtest/gtest.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include <fmt/format.h>
+
+#include "bonfire/base/version.h"
+
+namespace bonfire {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Ended {
+  int code = -1;
+  std::string output;  // stdout and stderr
+};
+
+Ended run(const std::string& command) {
+  Ended ended;
+  FILE* pipe = popen((command + " 2>&1").c_str(), "r");
+  if (!pipe) return ended;
+  char buffer[4096];
+  while (const std::size_t bytes = fread(buffer, 1, sizeof buffer, pipe)) ended.output.append(buffer, bytes);
+  const int status = pclose(pipe);
+  ended.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  return ended;
+}
+
+class Folder {
+ public:
+  Folder() {
+    std::string name = fs::temp_directory_path() / "bonfire-install-XXXXXX";
+    path_ = mkdtemp(name.data());
+  }
+  ~Folder() { fs::remove_all(path_); }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  std::string operator/(const std::string& name) const { return path_ / name; }
+
+ private:
+  fs::path path_;
+};
+
+// A folder that looks like LibTorch of another version.
+void make_fake_libtorch(const std::string& folder, const std::string& version) {
+  fs::create_directories(folder + "/include/torch/headeronly");
+  std::ofstream(folder + "/include/torch/headeronly/version.h") << "#define TORCH_VERSION \"" << version << "\"\n";
+}
+
+std::string without_line_breaks(std::string text) {
+  // CMake folds long messages.
+  std::string joined;
+  for (const char c : text) {
+    const char next = c == '\n' ? ' ' : c;
+    if (next != ' ' || joined.empty() || joined.back() != ' ') joined += next;
+  }
+  return joined;
+}
+
+void expect_says(const Ended& ended, const std::string& words) {
+  EXPECT_NE(without_line_breaks(ended.output).find(words), std::string::npos) << "expected: " << words << "\n"
+                                                                              << ended.output;
+}
+
+class Installed : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    folder_ = new Folder;
+    const auto install = run(fmt::format("cmake --install '{}' --prefix '{}'", BONFIRE_BUILD_DIR, *folder_ / "prefix"));
+    ASSERT_EQ(install.code, 0) << install.output;
+  }
+  static void TearDownTestSuite() {
+    delete folder_;
+    folder_ = nullptr;
+  }
+
+  static std::string configure(const std::string& build, const std::string& more) {
+    return fmt::format("cmake -G '{}' -S '{}/tests/install/stranger' -B '{}' -DCMAKE_PREFIX_PATH='{}' {}", BONFIRE_GENERATOR,
+                       BONFIRE_SOURCE_DIR, build, *folder_ / "prefix", more);
+  }
+
+  static Folder* folder_;
+};
+Folder* Installed::folder_ = nullptr;
+
+TEST_F(Installed, AStrangersProjectBuildsAndRuns) {
+  const std::string build = *folder_ / "build";
+  auto ended = run(configure(build, "-DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS=-O0"));
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  ended = run(fmt::format("cmake --build '{}'", build));
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  ended = run(fmt::format("'{}/stranger'", build));
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  expect_says(ended, "bonfire " BONFIRE_VERSION " on LibTorch " BONFIRE_TORCH_VERSION);
+}
+
+TEST_F(Installed, AnotherLibTorchStopsAStrangersConfigure) {
+  make_fake_libtorch(*folder_ / "fake", "2.10.1");
+  const auto ended = run(configure(*folder_ / "refused", fmt::format("-DBONFIRE_LIBTORCH='{}'", *folder_ / "fake")));
+  EXPECT_NE(ended.code, 0);
+  expect_says(ended, "is version 2.10.1; this Bonfire is built against 2.11.0 and no other");
+}
+
+TEST(Configure, AnotherLibTorchStopsIt) {
+  const Folder folder;
+  make_fake_libtorch(folder / "fake", "2.12.0");
+  const auto ended = run(
+      fmt::format("cmake -S '{}' -B '{}' -DBONFIRE_LIBTORCH='{}'", BONFIRE_SOURCE_DIR, folder / "build", folder / "fake"));
+  EXPECT_NE(ended.code, 0);
+  expect_says(ended, "is version 2.12.0; this Bonfire is built against 2.11.0 and no other");
+}
+
+TEST(Configure, NoLibTorchStopsIt) {
+  const Folder folder;
+  const auto ended = run(fmt::format("cmake -S '{}' -B '{}'", BONFIRE_SOURCE_DIR, folder / "build"));
+  EXPECT_NE(ended.code, 0);
+  expect_says(ended, "setup/libtorch.sh fetches it");
+}
+
+// One line per symbol that leaves the library: an address, a letter, a demangled name.
+void expect_only_ours(const std::string& library, const std::string& allowed) {
+  const auto ended = run(fmt::format("nm -D --defined-only -C '{}/{}'", BONFIRE_BUILD_DIR, library));
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  std::istringstream lines(ended.output);
+  int ours = 0;
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    std::string address, letter, name;
+    words >> address >> letter;
+    std::getline(words, name);
+    // Weak ones (W, V, u) are templates of the standard library and torch, which every program has copies of.
+    const bool weak = letter == "W" || letter == "V" || letter == "u" || letter == "w" || letter == "v";
+    const bool of_ours = name.find("bonfire::") != std::string::npos || name.find(allowed) != std::string::npos;
+    ours += of_ours;
+    EXPECT_TRUE(weak || of_ours) << library << " shows" << name;
+  }
+  EXPECT_GT(ours, 0);
+}
+
+TEST(Symbols, TheLibraryShowsOnlyItsOwn) { expect_only_ours("libbonfire.so", "bonfire::"); }
+
+TEST(Symbols, ThePluginShowsOnlyItsEntry) {
+  if (!fs::exists(std::string(BONFIRE_BUILD_DIR) + "/libbonfire_cuda.so"))
+    GTEST_SKIP() << "the CUDA plug-in was not built: no nvcc";
+  expect_only_ours("libbonfire_cuda.so", "bonfire_cuda_plugin");
+}
+
+}  // namespace
+}  // namespace bonfire
