@@ -22,6 +22,8 @@ struct Message {
   int peer;  // rank inside the group
 };
 
+class EmulatedLink;
+
 // One communicator over c10d: what Group asks of Gloo (CPU) and NCCL (GPU). Group has checked every argument: tensors are
 // contiguous, on the backend's device, of the right sizes, and there is more than one rank.
 class BONFIRE_API Backend {
@@ -39,6 +41,12 @@ class BONFIRE_API Backend {
   virtual Work batch(std::span<const Message> messages) = 0;
   virtual Work barrier() = 0;
 
+  // The work, made to end no sooner than `seconds` after its turn on the emulated link came.
+  virtual Work over(EmulatedLink& link, double seconds, Work work) = 0;
+  // Whether operations run strictly in the order in which they were issued, so that none can be put off.
+  virtual bool ordered() const = 0;
+  // Where the collectives run, in words: "gloo", "nccl".
+  virtual std::string stream() const = 0;
   // Collective: ends the communicator in good order.
   virtual void shutdown() = 0;
 };

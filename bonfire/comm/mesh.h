@@ -11,7 +11,7 @@
 namespace bonfire {
 
 // How many ranks along each axis; their product is the size of the World. Slowest axis first.
-struct MeshShape {
+struct BONFIRE_API MeshShape {
   int pipeline = 1;
   int replicate = 1;
   int shard = 1;

@@ -1,8 +1,11 @@
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <utility>
 
 #include "bonfire/base/api.h"
+#include "bonfire/base/clock.h"
 
 namespace bonfire {
 
@@ -15,6 +18,9 @@ class BONFIRE_API Work {
     virtual ~State() = default;
     virtual void wait() = 0;
     virtual bool done() = 0;
+    // Calls `callback` once, from any thread, with the times between which the collective really ran. A state that cannot
+    // tell when it ends may call it when it is waited for.
+    virtual void on_done(std::function<void(Nanoseconds start, Nanoseconds end)> callback) = 0;
   };
 
   Work() = default;
@@ -26,6 +32,8 @@ class BONFIRE_API Work {
     if (state_) state_->wait();
   }
   bool done() const { return !state_ || state_->done(); }
+
+  const std::shared_ptr<State>& state() const { return state_; }
 
  private:
   std::shared_ptr<State> state_;

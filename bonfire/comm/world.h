@@ -19,6 +19,7 @@ class Store;
 
 namespace bonfire {
 
+class ProgressBoard;
 class Recorder;
 
 struct WorldOptions {
@@ -56,6 +57,8 @@ class BONFIRE_API World {
   Mesh mesh(const MeshShape& shape) const;
   // What every group of this world has done since it was cleared.
   Recorder& recorder() const;
+  // Where this rank notes how far it is, for the watchdog.
+  const std::shared_ptr<ProgressBoard>& progress() const;
   // For rendezvous and small values; never null.
   c10d::Store& store() const;
 

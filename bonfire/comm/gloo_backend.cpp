@@ -1,0 +1,162 @@
+#include "bonfire/comm/gloo_backend.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <mutex>
+
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "bonfire/base/clock.h"
+#include "bonfire/comm/c10d_backend.h"
+#include "bonfire/comm/emulated_link.h"
+
+namespace bonfire {
+namespace {
+
+class GlooState : public Work::State {
+ public:
+  GlooState(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors)
+      : work_(std::move(work)), tensors_(std::move(tensors)), start_(now_ns()) {}
+
+  void wait() override { work_->wait(); }
+  bool done() override { return work_->isCompleted(); }
+
+  void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
+    work_->getFuture()->addCallback([start = start_, callback = std::move(callback)](c10::ivalue::Future&) { callback(start, now_ns()); });
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::vector<at::Tensor> tensors_;
+  Nanoseconds start_;
+};
+
+// Gloo's own reduce-scatter is an all-reduce inside. An all-to-all and a local sum in rank order move half the bytes, and
+// the order of summation is fixed.
+class ReduceScatterState : public Work::State {
+ public:
+  ReduceScatterState(Work exchange, at::Tensor output, at::Tensor received, Reduce op)
+      : exchange_(std::move(exchange)), output_(std::move(output)), received_(std::move(received)), op_(op) {}
+
+  void wait() override {
+    exchange_.wait();
+    const std::lock_guard lock(mutex_);
+    if (!received_.defined()) return;
+    const auto ranks = received_.size(0);
+    auto output = output_.view(-1);
+    output.copy_(received_.select(0, 0));
+    for (int64_t rank = 1; rank < ranks; ++rank) {
+      if (op_ == Reduce::max)
+        at::maximum_out(output, output, received_.select(0, rank));
+      else
+        output.add_(received_.select(0, rank));
+    }
+    if (op_ == Reduce::average) output.div_(ranks);
+    received_.reset();
+  }
+
+  bool done() override { return exchange_.done(); }
+  void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override { exchange_.state()->on_done(std::move(callback)); }
+
+ private:
+  Work exchange_;
+  std::mutex mutex_;
+  at::Tensor output_, received_;
+  Reduce op_;
+};
+
+// Messages that are all posted before any is waited for. Gloo's point-to-point works have no future, so their end is known
+// when they are waited for.
+class BatchState : public Work::State {
+ public:
+  explicit BatchState(std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> tensors)
+      : works_(std::move(works)), tensors_(std::move(tensors)), start_(now_ns()) {}
+
+  void wait() override {
+    std::function<void(Nanoseconds, Nanoseconds)> callback;
+    {
+      const std::lock_guard lock(mutex_);
+      for (auto& work : works_) work->wait();
+      works_.clear();
+      if (end_ == 0) end_ = now_ns();
+      callback = std::exchange(callback_, nullptr);
+    }
+    if (callback) callback(start_, end_);
+  }
+
+  bool done() override {
+    const std::lock_guard lock(mutex_);
+    for (auto& work : works_)
+      if (!work->isCompleted()) return false;
+    return true;
+  }
+
+  void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
+    {
+      const std::lock_guard lock(mutex_);
+      if (end_ == 0) {
+        callback_ = std::move(callback);
+        return;
+      }
+    }
+    callback(start_, end_);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  std::vector<at::Tensor> tensors_;
+  Nanoseconds start_, end_ = 0;
+  std::function<void(Nanoseconds, Nanoseconds)> callback_;
+};
+
+class GlooBackend final : public C10dBackend {
+ public:
+  using C10dBackend::C10dBackend;
+
+  Work reduce_scatter(at::Tensor output, at::Tensor input, Reduce op) override {
+    auto received = at::empty({backend().getSize(), output.numel()}, input.options());
+    auto exchange = all_to_all(received, input);
+    return Work(std::make_shared<ReduceScatterState>(std::move(exchange), std::move(output), std::move(received), op));
+  }
+
+  Work batch(std::span<const Message> messages) override {
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    std::vector<at::Tensor> tensors;
+    for (const auto& message : messages) {
+      std::vector<at::Tensor> one{message.tensor};
+      works.push_back(message.way == Message::Way::send ? backend().send(one, message.peer, 0) : backend().recv(one, message.peer, 0));
+      tensors.push_back(message.tensor);
+    }
+    return Work(std::make_shared<BatchState>(std::move(works), std::move(tensors)));
+  }
+
+  Work over(EmulatedLink& link, double seconds, Work work) override { return end_with_turn(link, seconds, std::move(work)); }
+  bool ordered() const override { return false; }
+  std::string stream() const override { return "gloo"; }
+
+ protected:
+  Work track(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) override {
+    return Work(std::make_shared<GlooState>(std::move(work), std::move(tensors)));
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<Backend> make_gloo_backend(c10::intrusive_ptr<c10d::Store> store, const CommunicatorOptions& options) {
+  // c10d's flight recorder is one for the whole process and not safe for ranks that are threads; ours does its work.
+  static std::once_flag once;
+  std::call_once(once, [] { setenv("TORCH_FR_BUFFER_SIZE", "0", 0); });
+
+  auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
+  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
+  gloo->devices.push_back(interface && *interface ? c10d::ProcessGroupGloo::createDeviceForInterface(interface)
+                                                  : c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
+  return adopt_gloo_backend(c10::make_intrusive<c10d::ProcessGroupGloo>(std::move(store), options.rank, options.size, gloo));
+}
+
+std::shared_ptr<Backend> adopt_gloo_backend(c10::intrusive_ptr<c10d::Backend> process_group) {
+  return std::make_shared<GlooBackend>(std::move(process_group));
+}
+
+}  // namespace bonfire

@@ -1,0 +1,56 @@
+#include "bonfire/comm/mesh.h"
+
+#include "bonfire/base/error.h"
+#include "bonfire/comm/mesh_state.h"
+
+namespace bonfire {
+
+int MeshShape::along(Axis axis) const {
+  switch (axis) {
+    case Axis::pipeline: return pipeline;
+    case Axis::replicate: return replicate;
+    case Axis::shard: return shard;
+    case Axis::context: return context;
+    case Axis::tensor: return tensor;
+    case Axis::data: return replicate * shard;
+    case Axis::world: return size();
+  }
+  return 1;
+}
+
+const MeshShape& Mesh::shape() const { return state_->shape; }
+const Group& Mesh::group(Axis axis) const { return state_->groups.at(static_cast<std::size_t>(axis)); }
+int Mesh::coordinate(Axis axis) const { return group(axis).rank(); }
+
+Mesh Mesh::over(Axis axis, const Link& link) const {
+  auto state = std::make_shared<State>(*state_);
+  auto& group = state->groups.at(static_cast<std::size_t>(axis));
+  group = group.over(link);
+  return Mesh(std::move(state));
+}
+
+std::vector<int> ranks_along(const MeshShape& shape, Axis axis, int rank) {
+  // The coordinates of `rank`, slowest axis first, and the step between neighbours along each axis.
+  constexpr std::array axes{Axis::pipeline, Axis::replicate, Axis::shard, Axis::context, Axis::tensor};
+  const auto belongs = [axis](Axis other) {
+    return axis == Axis::world || axis == other || (axis == Axis::data && (other == Axis::replicate || other == Axis::shard));
+  };
+  std::vector<int> members{0};
+  int step = 1, base = 0;
+  for (auto at = axes.rbegin(); at != axes.rend(); ++at) {
+    const int length = shape.along(*at);
+    if (belongs(*at)) {
+      std::vector<int> longer;
+      for (int i = 0; i < length; ++i)
+        for (const int member : members) longer.push_back(member + i * step);
+      members = std::move(longer);
+    } else {
+      base += rank / step % length * step;
+    }
+    step *= length;
+  }
+  for (int& member : members) member += base;
+  return members;
+}
+
+}  // namespace bonfire

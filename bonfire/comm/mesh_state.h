@@ -1,0 +1,21 @@
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "bonfire/comm/group.h"
+#include "bonfire/comm/mesh.h"
+
+namespace bonfire {
+
+inline constexpr std::size_t axis_count = static_cast<std::size_t>(Axis::world) + 1;
+
+struct Mesh::State {
+  MeshShape shape;
+  std::array<Group, axis_count> groups;
+};
+
+// World ranks that differ from `rank` along `axis` only, in order. `data` and `world` span several axes.
+BONFIRE_API std::vector<int> ranks_along(const MeshShape& shape, Axis axis, int rank);
+
+}  // namespace bonfire
