@@ -77,6 +77,12 @@ class Assignment {
       field.push_back(std::get<std::string>(item.is));
     }
   }
+  void read(std::vector<std::int64_t>& field, const TomlValue& value) {
+    const auto* list = std::get_if<TomlArray>(&value.is);
+    if (!list) refuse(value, "is " + kind_of(value));
+    field.assign(list->size(), 0);
+    for (std::size_t i = 0; i < field.size(); ++i) read(field[i], (*list)[i]);
+  }
   void read(std::array<double, 2>& field, const TomlValue& value) {
     const auto* list = std::get_if<TomlArray>(&value.is);
     if (!list) refuse(value, "is " + kind_of(value));
@@ -120,10 +126,18 @@ const ConfigKey& key_named(const std::string& section, const std::string& key, c
               section, joined(keys));
 }
 
-void read_section(Config& config, const std::string& section, const TomlTable& table, const std::string& file) {
+// A key that was given, its value and its place.
+struct Given {
+  const ConfigKey* key;
+  TomlValue value;
+  std::string where;
+};
+
+void read_section(std::vector<Given>& all, const std::string& section, const TomlTable& table, const std::string& file) {
   for (const auto& [key, value] : table) {
-    const std::string where = fmt::format("{}:{}", file, value.line);
-    Assignment(config, key_named(section, key, value, where), where).set(value);
+    std::string where = fmt::format("{}:{}", file, value.line);
+    const ConfigKey& known = key_named(section, key, value, where);
+    all.push_back({&known, value, std::move(where)});
   }
 }
 
@@ -134,7 +148,7 @@ bool is_section(const std::string& name) {
                      [&](const LaterKey& key) { return key.name.rfind(name + ".", 0) == 0; });
 }
 
-void read_tables(Config& config, const TomlTable& table, const std::string& file) {
+void read_tables(std::vector<Given>& all, const TomlTable& table, const std::string& file) {
   const auto sections = config_sections();
   for (const auto& [name, value] : table) {
     const auto* section = std::get_if<TomlTable>(&value.is);
@@ -151,12 +165,12 @@ void read_tables(Config& config, const TomlTable& table, const std::string& file
       fail_config("{}:{}: unknown section [{}]{} allowed: {}", file, value.line, name, hint.empty() ? ";" : hint,
                   joined(sections));
     }
-    read_section(config, name, *section, file);
+    read_section(all, name, *section, file);
   }
 }
 
 // "optimizer.lr=1e-3". A string may stand without quotes: the shell has eaten them.
-void read_override(Config& config, const std::string& text) {
+void read_override(std::vector<Given>& all, const std::string& text) {
   const std::string where = "--set " + text;
   const auto equals = text.find('='), dot = text.find('.');
   if (equals == std::string::npos || dot == std::string::npos || dot > equals) {
@@ -181,7 +195,7 @@ void read_override(Config& config, const std::string& text) {
       value.is = raw;  // not TOML: words, whose type the key will judge
     }
   }
-  Assignment(config, key_named(section, key, value, where), where).set(value);
+  all.push_back({&key_named(section, key, value, where), value, where});
 }
 
 void check_applicable(const Config& config) {
@@ -198,8 +212,20 @@ void check_applicable(const Config& config) {
 Config from_table(const TomlTable& table, const std::string& name, const std::vector<std::string>& overrides) {
   Config config;
   config.file = name;
-  read_tables(config, table, name);
-  for (const auto& override_text : overrides) read_override(config, override_text);
+  std::vector<Given> all;
+  read_tables(all, table, name);
+  for (const auto& text : overrides) read_override(all, text);
+
+  // The preset is what the other keys of [model] change, wherever it stands.
+  const auto is_preset = [](const Given& given) { return given.key->name == "model.preset"; };
+  std::stable_partition(all.begin(), all.end(), is_preset);
+  auto given = all.begin();
+  for (; given != all.end() && is_preset(*given); ++given) Assignment(config, *given->key, given->where).set(given->value);
+  if (!config.model.preset.empty()) {
+    config.model.spec = plan::published_model(config.model.preset);
+    config.model.type = plan::name_of(config.model.spec.type);
+  }
+  for (; given != all.end(); ++given) Assignment(config, *given->key, given->where).set(given->value);
   check_applicable(config);
   return config;
 }

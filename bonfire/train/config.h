@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bonfire/base/api.h"
+#include "bonfire/plan/model.h"
 
 namespace bonfire {
 
@@ -25,21 +26,10 @@ struct BONFIRE_API Config {
   } run;
 
   struct Model {
+    std::string preset;
     std::string type = "llama";
-    std::int64_t dim = 256;
-    std::int64_t layers = 6;
-    std::int64_t heads = 8;
-    std::int64_t kv_heads = 0;
-    std::int64_t ffn = 0;
-    std::int64_t vocab = 4096;
-    bool tied = false;
-    double dropout = 0;
-    double norm_eps = 1e-5;
-    double rope_theta = 10000;
-    std::int64_t inputs = 64;
-    std::int64_t classes = 10;
-    std::int64_t image = 32;
-    std::int64_t width = 64;
+    // Its `type` is the one above as an enumerator, set by resolve().
+    plan::ModelSpec spec = {.positions = 0, .convolutions = {64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0}};
   } model;
 
   struct Data {
@@ -49,6 +39,7 @@ struct BONFIRE_API Config {
     double held_out = 0.01;
     std::int64_t seed = 1;
     std::int64_t branching = 8;
+    double noise = 1;
   } data;
 
   struct Train {
@@ -109,6 +100,9 @@ struct BONFIRE_API Config {
   bool given(const std::string& key) const { return origin.count(key) != 0; }
   std::int64_t ranks() const { return layout.pipeline * layout.replicate * layout.shard * layout.context * layout.tensor; }
   std::int64_t data_ranks() const { return layout.replicate * layout.shard; }
+  bool reads_tokens() const {
+    return model.type == "llama" || model.type == "gpt2" || (model.type == "mlp" && !model.spec.features);
+  }
 };
 
 // Reads the file, then the overrides ("optimizer.lr=1e-3") in order, and checks each key by itself.
@@ -119,7 +113,7 @@ BONFIRE_API Config parse_config(const std::string& text, const std::string& name
                                 const std::vector<std::string>& overrides = {});
 
 // Fills in what depends on other keys and on the number of ranks (an axis, where [layout] names none; `microbatch`,
-// `kv_heads`, `ffn`), then checks the keys against each other. Throws ConfigError as above.
+// `positions`), then checks the keys against each other. Throws ConfigError as above.
 BONFIRE_API void resolve(Config& config, std::int64_t ranks);
 
 // Every key that applies, as a file that load_config reads back to the same configuration.

@@ -45,6 +45,31 @@ void resolve_batch(Config& config) {
   }
 }
 
+void resolve_model(Config& config) {
+  auto& spec = config.model.spec;
+  if (!config.model.preset.empty() &&
+      plan::published_model(config.model.preset).type != plan::model_type(config.model.type)) {
+    fail_key(config, "model.type",
+             fmt::format("model.preset = \"{}\" is of another type; allowed with it: {}", config.model.preset,
+                         plan::name_of(plan::published_model(config.model.preset).type)));
+  }
+  spec.type = plan::model_type(config.model.type);
+  const bool attends = config.model.type == "llama" || config.model.type == "gpt2";
+  if (attends && spec.positions == 0) spec.positions = config.data.sequence;
+  if (attends && config.data.sequence > spec.positions) {
+    fail_key(config, "data.sequence",
+             fmt::format("the model has model.positions = {}; allowed: at most that", spec.positions));
+  }
+  try {
+    plan::validate(spec);
+  } catch (const ConfigError& error) {
+    // It names the key first; the place in the file is ours to say.
+    const std::string what = error.what();
+    const auto origin = config.origin.find(what.substr(0, what.find(' ')));
+    fail_config("{}: {}", origin == config.origin.end() ? config.file : origin->second, what);
+  }
+}
+
 void check_run(const Config& config) {
   const std::string& name = config.run.name;
   bool plain = !name.empty() && name.front() != '.' && name.front() != '-';
@@ -58,7 +83,7 @@ void check_run(const Config& config) {
 
 void check_data(const Config& config) {
   if (config.data.type != "tokens") return;
-  if (config.model.type != "llama" && config.model.type != "gpt2") {
+  if (!config.reads_tokens()) {
     fail_key(config, "data.type",
              fmt::format("model.type = \"{}\" does not read tokens; allowed: synthetic", config.model.type));
   }
@@ -111,6 +136,7 @@ void resolve(Config& config, std::int64_t ranks) {
   check_run(config);
   resolve_ranks(config, ranks);
   resolve_batch(config);
+  resolve_model(config);
   check_optimizer(config);
   check_steps(config);
   check_data(config);

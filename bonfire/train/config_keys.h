@@ -12,9 +12,9 @@
 namespace bonfire {
 
 // Where a key's value lives in a Config.
-using ConfigField =
-    std::variant<bool& (*)(Config&), std::int64_t& (*)(Config&), double& (*)(Config&), std::string& (*)(Config&),
-                 std::vector<std::string>& (*)(Config&), std::array<double, 2>& (*)(Config&)>;
+using ConfigField = std::variant<bool& (*)(Config&), std::int64_t& (*)(Config&), double& (*)(Config&),
+                                 std::string& (*)(Config&), std::vector<std::string>& (*)(Config&),
+                                 std::vector<std::int64_t>& (*)(Config&), std::array<double, 2>& (*)(Config&)>;
 
 // Limits of a number; for a list, of each of its numbers.
 struct Range {

@@ -54,6 +54,15 @@ TEST(Config, OverridesWinAndNeedNoQuotes) {
   EXPECT_EQ(config.optimizer.betas[1], 0.2);
 }
 
+TEST(Config, APresetIsWhatTheOtherKeysChange) {
+  Config config = parse_config("[model]\nlayers = 2\npreset = \"gpt2-124m\"\n[data]\nsequence = 64\n", "a.toml");
+  resolve(config, 1);
+  EXPECT_EQ(config.model.type, "gpt2");
+  EXPECT_EQ(config.model.spec.dim, 768);
+  EXPECT_EQ(config.model.spec.layers, 2);
+  EXPECT_EQ(config.model.spec.type, plan::ModelType::gpt2);
+}
+
 TEST(Config, WithoutAnAxisTheRanksReplicate) {
   Config config = parse_config("[train]\nbatch = 12\n", "a.toml");
   resolve(config, 3);
@@ -132,6 +141,11 @@ INSTANTIATE_TEST_SUITE_P(
                  "[layout]\nshard = 2\n",
                  {"a.toml:2", "layout.shard = 2", "sharding is not available", "allowed: 1"},
                  2},
+        BadInput{"heads", "[model]\nheads = 7\n", {"a.toml:2", "model.heads is 7", "model.dim = 256"}},
+        BadInput{"preset", "[model]\npreset = \"gpt2-12m\"\n", {"a.toml:2", "model.preset", "did you mean gpt2-124m?"}},
+        BadInput{
+            "preset_type", "[model]\npreset = \"vgg11\"\ntype = \"gpt2\"\n", {"a.toml:3", "vgg11", "allowed with it: vgg"}},
+        BadInput{"sequence", "[model]\npositions = 16\n", {"data.sequence = 256", "model.positions = 16"}},
         BadInput{"fp8",
                  "[train]\nprecision = \"fp8\"\n",
                  {"a.toml:2", "train.precision = \"fp8\"", "not available", "fp32 | bf16 | fp16"}},

@@ -1,0 +1,88 @@
+#include "bonfire/train/memory.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstring>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
+
+namespace bonfire {
+namespace {
+
+// Each block is preceded by its size. The data pointer is its own context, because oneDNN takes raw pointers.
+class CountingAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes == 0) return {nullptr, nullptr, &release, c10::Device(c10::kCPU)};
+    auto* block = static_cast<std::byte*>(c10::alloc_cpu(bytes + header));
+    std::memcpy(block, &bytes, sizeof bytes);
+    void* data = block + header;
+    c10::profiledCPUMemoryReporter().New(data, bytes);
+    const auto now = now_.fetch_add(static_cast<std::int64_t>(bytes)) + static_cast<std::int64_t>(bytes);
+    for (auto peak = peak_.load(); now > peak && !peak_.compare_exchange_weak(peak, now);) {
+    }
+    return {data, data, &release, c10::Device(c10::kCPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+
+  static std::int64_t now() { return now_.load(); }
+  static std::int64_t peak() { return peak_.load(); }
+  static void forget_peak() { peak_.store(now_.load()); }
+
+  static void install() {
+    // Never destroyed: tensors may outlive every static.
+    static auto* const installed = [] {
+      auto* allocator = new CountingAllocator;
+      c10::SetCPUAllocator(allocator, /*priority=*/100);
+      return allocator;
+    }();
+    (void)installed;
+  }
+
+ private:
+  static constexpr std::size_t header = 64;  // keeps torch's alignment
+
+  static void release(void* data) {
+    if (!data) return;
+    c10::profiledCPUMemoryReporter().Delete(data);
+    auto* block = static_cast<std::byte*>(data) - header;
+    std::size_t bytes = 0;
+    std::memcpy(&bytes, block, sizeof bytes);
+    now_.fetch_sub(static_cast<std::int64_t>(bytes));
+    c10::free_cpu(block);
+  }
+
+  // Static like the allocator slot itself: a deleter is a plain function and knows nothing else.
+  static inline std::atomic<std::int64_t> now_{0};
+  static inline std::atomic<std::int64_t> peak_{0};
+};
+
+std::int64_t allocated(c10::Device device, bool at_peak) {
+  if (device.is_cpu()) return at_peak ? CountingAllocator::peak() : CountingAllocator::now();
+  const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
+  const auto& bytes = stats.allocated_bytes[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+  return at_peak ? bytes.peak : bytes.current;
+}
+
+}  // namespace
+
+MemoryMeter::MemoryMeter(c10::Device device) : device_(device) {
+  if (device.is_cpu()) {
+    CountingAllocator::install();
+    CountingAllocator::forget_peak();
+  } else {
+    c10::getDeviceAllocator(device.type())->resetPeakStats(device.index());
+  }
+  before_ = allocated(device_, /*at_peak=*/false);
+}
+
+std::int64_t MemoryMeter::current() const { return allocated(device_, /*at_peak=*/false) - before_; }
+std::int64_t MemoryMeter::peak() const { return allocated(device_, /*at_peak=*/true) - before_; }
+
+}  // namespace bonfire

@@ -1,0 +1,52 @@
+#include "bonfire/train/run_folder.h"
+
+#include <unistd.h>
+
+#include <fstream>
+#include <system_error>
+
+#include "bonfire/base/error.h"
+
+namespace bonfire {
+namespace fs = std::filesystem;
+
+fs::path make_run_folder(const Config& config) {
+  const fs::path parent = config.run.folder;
+  std::error_code error;
+  fs::create_directories(parent, error);
+  if (error)
+    fail_key(config, "run.folder", fmt::format("cannot be made: {}; allowed: a path that can be written", error.message()));
+
+  fs::path folder = parent / config.run.name;
+  for (int number = 2; !fs::create_directory(folder, error); ++number) {
+    if (error)
+      fail_key(config, "run.folder",
+               fmt::format("{} cannot be made: {}; allowed: a path that can be written", folder.string(), error.message()));
+    folder = parent / fmt::format("{}-{}", config.run.name, number);
+  }
+
+  // Replaced in one move, so that it never points nowhere. A real file of that name is somebody else's: left alone.
+  const fs::path latest = parent / (config.run.name + "-latest"),
+                 fresh = parent / fmt::format(".{}-latest-{}", config.run.name, ::getpid());
+  if (!fs::exists(fs::symlink_status(latest)) || fs::is_symlink(latest)) {
+    fs::create_directory_symlink(folder.filename(), fresh, error);
+    if (!error) fs::rename(fresh, latest, error);
+  }
+  return folder;
+}
+
+void write_file(const fs::path& file, const std::string& content) {
+  fs::path fresh = file;
+  fresh += ".part";
+  std::ofstream out(fresh, std::ios::binary | std::ios::trunc);
+  out.write(content.data(), static_cast<std::streamsize>(content.size()));
+  out.close();
+  if (!out) {
+    std::error_code ignored;
+    fs::remove(fresh, ignored);
+    fail("{} cannot be written ({} bytes)", file.string(), content.size());
+  }
+  fs::rename(fresh, file);
+}
+
+}  // namespace bonfire

@@ -1,0 +1,58 @@
+#include "bonfire/train/run_folder.h"
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include "bonfire/base/error.h"
+
+namespace bonfire {
+namespace {
+namespace fs = std::filesystem;
+
+class RunFolder : public testing::Test {
+ protected:
+  RunFolder() : parent_(fs::path(testing::TempDir()) / testing::UnitTest::GetInstance()->current_test_info()->name()) {
+    fs::remove_all(parent_);
+    config_ = parse_config("[run]\nname = \"demo\"\n", "a.toml", {"run.folder=" + parent_.string()});
+  }
+  ~RunFolder() override { fs::remove_all(parent_); }
+
+  fs::path parent_;
+  Config config_;
+};
+
+TEST_F(RunFolder, GetsANumberWhereItExistsAndLatestFollows) {
+  EXPECT_EQ(make_run_folder(config_), parent_ / "demo");
+  EXPECT_EQ(fs::read_symlink(parent_ / "demo-latest"), "demo");
+  EXPECT_EQ(make_run_folder(config_), parent_ / "demo-2");
+  EXPECT_EQ(make_run_folder(config_), parent_ / "demo-3");
+  EXPECT_EQ(fs::read_symlink(parent_ / "demo-latest"), "demo-3");
+}
+
+TEST_F(RunFolder, SomebodyElsesFileIsLeftAlone) {
+  fs::create_directories(parent_ / "demo-latest");
+  EXPECT_EQ(make_run_folder(config_), parent_ / "demo");
+  EXPECT_TRUE(fs::is_directory(fs::symlink_status(parent_ / "demo-latest")));
+}
+
+TEST_F(RunFolder, ThatCannotBeMadeIsTheUsersError) {
+  fs::create_directories(parent_);
+  std::ofstream(parent_ / "file") << "x";
+  config_.run.folder = (parent_ / "file" / "runs").string();
+  EXPECT_THROW(make_run_folder(config_), ConfigError);
+}
+
+TEST_F(RunFolder, AFileIsWrittenWholeOrNotAtAll) {
+  fs::create_directories(parent_);
+  write_file(parent_ / "a", "one");
+  write_file(parent_ / "a", "two");
+  std::string content;
+  std::ifstream(parent_ / "a") >> content;
+  EXPECT_EQ(content, "two");
+  EXPECT_THROW(write_file(parent_ / "nowhere" / "a", "x"), Error);
+  EXPECT_EQ(std::distance(fs::directory_iterator(parent_), fs::directory_iterator()), 1);
+}
+
+}  // namespace
+}  // namespace bonfire
