@@ -1,0 +1,238 @@
+#include "bonfire/comm/socket.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <netdb.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include <fmt/ranges.h>
+
+#include "bonfire/base/error.h"
+
+namespace bonfire {
+namespace {
+
+struct FreeAddresses {
+  void operator()(addrinfo* list) const { freeaddrinfo(list); }
+};
+using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
+
+// Null where the name is unknown; `reason` says why.
+Addresses look_up(const Endpoint& endpoint, int type, std::string& reason) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = type;
+  addrinfo* list = nullptr;
+  const int error = getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &list);
+  if (error != 0) reason = gai_strerror(error);
+  return Addresses(error == 0 ? list : nullptr);
+}
+
+std::string numeric(const sockaddr* address, socklen_t length) {
+  char host[NI_MAXHOST] = "?";
+  getnameinfo(address, length, host, sizeof host, nullptr, 0, NI_NUMERICHOST);
+  return host;
+}
+
+int milliseconds_until(Deadline deadline) {
+  const auto left =
+      std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
+  return static_cast<int>(std::clamp<long long>(left, 0, 1 << 30));
+}
+
+// False at the deadline.
+bool wait_for(const Socket& socket, short events, Deadline deadline) {
+  while (true) {
+    pollfd entry{socket.fd(), events, 0};
+    const int ready = poll(&entry, 1, milliseconds_until(deadline));
+    if (ready > 0) return true;
+    if (ready == 0 && std::chrono::steady_clock::now() >= deadline) return false;
+    if (ready < 0 && errno != EINTR) fail("cannot poll a socket: {}", std::strerror(errno));
+  }
+}
+
+Socket try_connect(const addrinfo& address, Deadline deadline, std::string& reason) {
+  Socket socket(::socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, address.ai_protocol));
+  if (!socket) {
+    reason = std::strerror(errno);
+    return {};
+  }
+  if (connect(socket.fd(), address.ai_addr, address.ai_addrlen) != 0) {
+    int error = errno;
+    if (error == EINPROGRESS) {
+      socklen_t length = sizeof error;
+      if (!wait_for(socket, POLLOUT, std::min(deadline, deadline_in(std::chrono::seconds(5)))))
+        error = ETIMEDOUT;
+      else
+        getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &length);
+    }
+    if (error != 0) {
+      reason = std::strerror(error);
+      return {};
+    }
+  }
+  const int on = 1;
+  setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  return socket;
+}
+
+}  // namespace
+
+std::string to_string(const Endpoint& endpoint) {
+  const bool six = endpoint.host.find(':') != std::string::npos;
+  return fmt::format("{}{}{}:{}", six ? "[" : "", endpoint.host, six ? "]" : "", endpoint.port);
+}
+
+Endpoint parse_endpoint(const std::string& text) {
+  const std::size_t colon = text.rfind(':');
+  Endpoint endpoint;
+  if (colon != std::string::npos) {
+    endpoint.host = text.substr(0, colon);
+    if (endpoint.host.size() > 2 && endpoint.host.front() == '[' && endpoint.host.back() == ']')
+      endpoint.host = endpoint.host.substr(1, endpoint.host.size() - 2);
+    const char* end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data() + colon + 1, end, endpoint.port);
+    if (error == std::errc() && stop == end && endpoint.port >= 1 && endpoint.port <= 65535 && !endpoint.host.empty())
+      return endpoint;
+  }
+  fail_config("'{}' is not HOST:PORT with a port from 1 to 65535", text);
+}
+
+Socket& Socket::operator=(Socket&& other) noexcept {
+  if (this != &other) {
+    close();
+    fd_ = std::exchange(other.fd_, -1);
+  }
+  return *this;
+}
+
+Socket::~Socket() { close(); }
+
+void Socket::close() {
+  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+}
+
+Socket listen_on(const Endpoint& endpoint) {
+  std::string reason = "no address";
+  const Addresses addresses = look_up(endpoint, SOCK_STREAM, reason);
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    Socket socket(::socket(address->ai_family, address->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, address->ai_protocol));
+    if (!socket) {
+      reason = std::strerror(errno);
+      continue;
+    }
+    // A port whose last owner has just gone is free; one that is listened on is not.
+    const int on = 1;
+    setsockopt(socket.fd(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (bind(socket.fd(), address->ai_addr, address->ai_addrlen) == 0 && listen(socket.fd(), SOMAXCONN) == 0) return socket;
+    if (errno == EADDRINUSE)
+      fail("port {} of {} is in use: give another one, or none for a free one", endpoint.port, endpoint.host);
+    reason = std::strerror(errno);
+  }
+  fail("cannot listen on {}: {}", to_string(endpoint), reason);
+}
+
+Endpoint endpoint_of(const Socket& listener) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof address;
+  require(getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&address), &length) == 0, "a socket has no address: {}",
+          std::strerror(errno));
+  const in_port_t port = address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
+                                                       : reinterpret_cast<sockaddr_in*>(&address)->sin_port;
+  return {numeric(reinterpret_cast<sockaddr*>(&address), length), ntohs(port)};
+}
+
+Socket connect_to(const Endpoint& endpoint, Deadline deadline) {
+  auto pause = std::chrono::milliseconds(10);
+  while (true) {
+    std::string reason = "no address";
+    const Addresses addresses = look_up(endpoint, SOCK_STREAM, reason);
+    for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next)
+      if (Socket socket = try_connect(*address, deadline, reason)) return socket;
+    if (std::chrono::steady_clock::now() + pause >= deadline) fail("cannot connect to {}: {}", to_string(endpoint), reason);
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2, std::chrono::milliseconds(200));
+  }
+}
+
+void send_all(const Socket& socket, std::string_view bytes, Deadline deadline) {
+  while (!bytes.empty()) {
+    const ssize_t sent = send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    if (sent > 0) {
+      bytes.remove_prefix(static_cast<std::size_t>(sent));
+    } else if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+      require(wait_for(socket, POLLOUT, deadline), "no answer in time");
+    } else if (sent < 0 && errno != EINTR) {
+      fail("connection lost: {}", std::strerror(errno));
+    }
+  }
+}
+
+void receive_all(const Socket& socket, std::span<char> bytes, Deadline deadline) {
+  while (!bytes.empty()) {
+    const ssize_t got = recv(socket.fd(), bytes.data(), bytes.size(), 0);
+    if (got > 0) {
+      bytes = bytes.subspan(static_cast<std::size_t>(got));
+    } else if (got == 0) {
+      fail("connection closed by the other side");
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      require(wait_for(socket, POLLIN, deadline), "no answer in time");
+    } else if (errno != EINTR) {
+      fail("connection lost: {}", std::strerror(errno));
+    }
+  }
+}
+
+std::string host_name() {
+  char name[256] = "";
+  if (gethostname(name, sizeof name - 1) != 0) return "?";
+  return name;
+}
+
+std::string address_of_interface(const std::string& name) {
+  ifaddrs* list = nullptr;
+  require(getifaddrs(&list) == 0, "cannot list the network interfaces: {}", std::strerror(errno));
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, freeifaddrs);
+  std::vector<std::string> names;
+  std::string found;
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    if (entry->ifa_addr == nullptr) continue;
+    if (std::find(names.begin(), names.end(), entry->ifa_name) == names.end()) names.emplace_back(entry->ifa_name);
+    const int family = entry->ifa_addr->sa_family;
+    if (entry->ifa_name != name || (family != AF_INET && family != AF_INET6)) continue;
+    const std::string address = numeric(entry->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+    if (found.empty() || family == AF_INET) found = address;
+    if (family == AF_INET) return found;
+  }
+  if (found.empty())
+    fail_config("there is no network interface '{}' with an address; there are {}", name, fmt::join(names, ", "));
+  return found;
+}
+
+std::string address_towards(const std::string& host) {
+  std::string reason = "no address";
+  // Connecting a datagram socket sends nothing; it only asks the kernel for the way.
+  const Endpoint endpoint{host, 9};
+  const Addresses addresses = look_up(endpoint, SOCK_DGRAM, reason);
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    const Socket socket(::socket(address->ai_family, address->ai_socktype | SOCK_CLOEXEC, address->ai_protocol));
+    if (socket && connect(socket.fd(), address->ai_addr, address->ai_addrlen) == 0) return endpoint_of(socket).host;
+    reason = std::strerror(errno);
+  }
+  fail("no way to host {}: {}", host, reason);
+}
+
+}  // namespace bonfire

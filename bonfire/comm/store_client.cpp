@@ -1,0 +1,130 @@
+#include "bonfire/comm/store_client.h"
+
+#include "bonfire/comm/store_wire.h"
+
+namespace bonfire {
+namespace {
+
+using wire::Op;
+using wire::Status;
+
+wire::Writer request_of(Op op) { return wire::Writer(static_cast<std::uint8_t>(op)); }
+
+}  // namespace
+
+StoreClient::StoreClient(StoreClientOptions options) : options_(std::move(options)) { idle_.push_back(connect()); }
+
+Socket StoreClient::connect() const {
+  const Deadline deadline = deadline_in(options_.connect_timeout);
+  Socket connection = connect_to(options_.server, deadline);
+  exchange(connection, wire::Writer().text(wire::kGreeting).text(options_.token).finish(), options_.connect_timeout);
+  return connection;
+}
+
+std::string StoreClient::exchange(const Socket& connection, const std::string& request, Milliseconds patience) const {
+  const Deadline deadline = deadline_in(patience + options_.answer_timeout);
+  std::string answer;
+  try {
+    send_all(connection, request, deadline);
+    std::uint32_t length = 0;
+    receive_all(connection, std::span(reinterpret_cast<char*>(&length), sizeof length), deadline);
+    require(length >= 1 && length <= wire::kLongestFrame, "a frame of {} bytes", length);
+    answer.resize(length);
+    receive_all(connection, answer, deadline);
+  } catch (const Error& error) {
+    fail("store at {}: {}", to_string(options_.server), error.what());
+  }
+  const auto status = static_cast<Status>(answer[0]);
+  answer.erase(0, 1);
+  if (status == Status::ok) return answer;
+  if (status == Status::timeout) throw StoreTimeout(fmt::format("store at {}: timeout", to_string(options_.server)));
+  const std::string why = wire::Reader(answer).text();
+  if (status == Status::refused)
+    fail("store at {} refused this process, which {}: all of a job must share one BONFIRE_TOKEN", to_string(options_.server),
+         why);
+  fail("store at {}: {}", to_string(options_.server), why);
+}
+
+std::string StoreClient::ask(wire::Writer request, Milliseconds patience) {
+  Socket connection;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!idle_.empty()) {
+      connection = std::move(idle_.back());
+      idle_.pop_back();
+    }
+  }
+  if (!connection) connection = connect();
+  const auto put_back = [&] {
+    const std::lock_guard lock(mutex_);
+    idle_.push_back(std::move(connection));
+  };
+  try {
+    std::string answer = exchange(connection, request.finish(), patience);
+    put_back();
+    return answer;
+  } catch (const StoreTimeout&) {
+    put_back();
+    throw;
+  }
+}
+
+void StoreClient::set(const std::string& key, const std::string& value) { ask(request_of(Op::set).text(key).text(value)); }
+
+std::vector<std::string> StoreClient::get(const std::vector<std::string>& keys, Milliseconds timeout) {
+  const std::string answer = ask(request_of(Op::get).number(1).number(timeout.count()).texts(keys), timeout);
+  return wire::Reader(answer).texts();
+}
+
+void StoreClient::wait(const std::vector<std::string>& keys, Milliseconds timeout) {
+  ask(request_of(Op::wait).number(0).number(timeout.count()).texts(keys), timeout);
+}
+
+std::int64_t StoreClient::add(const std::string& key, std::int64_t increment) {
+  const std::string answer = ask(request_of(Op::add).text(key).number(increment));
+  return wire::Reader(answer).number();
+}
+
+std::string StoreClient::compare_set(const std::string& key, const std::string& expected, const std::string& desired) {
+  const std::string answer = ask(request_of(Op::compare_set).text(key).text(expected).text(desired));
+  return wire::Reader(answer).text();
+}
+
+bool StoreClient::remove(const std::string& key) {
+  const std::string answer = ask(request_of(Op::remove).text(key));
+  return wire::Reader(answer).number() != 0;
+}
+
+bool StoreClient::check(const std::vector<std::string>& keys) {
+  const std::string answer = ask(request_of(Op::check).texts(keys));
+  return wire::Reader(answer).number() != 0;
+}
+
+std::int64_t StoreClient::count() {
+  const std::string answer = ask(request_of(Op::count));
+  return wire::Reader(answer).number();
+}
+
+void StoreClient::append(const std::string& key, const std::string& value) {
+  ask(request_of(Op::append).text(key).text(value));
+}
+
+void StoreClient::multi_set(const std::vector<std::string>& keys, const std::vector<std::string>& values) {
+  ask(request_of(Op::multi_set).texts(keys).texts(values));
+}
+
+std::vector<std::string> StoreClient::list() {
+  const std::string answer = ask(request_of(Op::list));
+  return wire::Reader(answer).texts();
+}
+
+StoreClient::Presence::Presence(const StoreClient& client, const std::string& key, const std::string& last_words)
+    : client_(client), key_(key), connection_(client.connect()) {
+  client_.exchange(connection_, request_of(Op::will).text(key).text(last_words).finish(), Milliseconds(0));
+}
+
+void StoreClient::Presence::leave() {
+  client_.exchange(connection_, request_of(Op::will).text(key_).text("").finish(), Milliseconds(0));
+}
+
+}  // namespace bonfire

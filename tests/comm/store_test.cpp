@@ -1,0 +1,287 @@
+#include <sys/socket.h>
+
+#include <atomic>
+#include <iostream>
+#include <mutex>
+#include <random>
+#include <thread>
+
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "bonfire/base/error.h"
+#include "bonfire/base/random.h"
+#include "bonfire/comm/store_wire.h"
+#include "bonfire/comm/token_store.h"
+
+namespace bonfire {
+namespace {
+
+using namespace std::chrono_literals;
+using Bytes = std::vector<uint8_t>;
+
+// A server whose complaints can be read.
+struct Host {
+  std::shared_ptr<std::mutex> mutex = std::make_shared<std::mutex>();
+  std::shared_ptr<std::vector<std::string>> words = std::make_shared<std::vector<std::string>>();
+  StoreServer server{
+      StoreServerOptions{.token = "correct horse", .log = Log([m = mutex, w = words](LogLevel, std::string_view text) {
+                                                     const std::lock_guard lock(*m);
+                                                     w->emplace_back(text);
+                                                   })}};
+
+  std::shared_ptr<StoreClient> client(const std::string& token = "correct horse") const {
+    return std::make_shared<StoreClient>(
+        StoreClientOptions{.server = server.endpoint(), .token = token, .connect_timeout = 5s});
+  }
+  c10::intrusive_ptr<TokenStore> store() const { return c10::make_intrusive<TokenStore>(client()); }
+  std::string said() const {
+    const std::lock_guard lock(*mutex);
+    std::string all;
+    for (const std::string& word : *words) all += word + "\n";
+    return all;
+  }
+};
+
+template <class Function>
+std::string error_of(const Function& function) {
+  try {
+    function();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Store, BindsToLoopbackOnly) {
+  const Host host;
+  EXPECT_EQ(host.server.endpoint().host, "127.0.0.1");
+  EXPECT_GT(host.server.endpoint().port, 0);
+}
+
+TEST(Store, DoesWhatHashStoreDoes) {
+  const Host host;
+  const auto ours = c10::make_intrusive<c10d::PrefixStore>("some/prefix", host.store());
+  const auto theirs = c10::make_intrusive<c10d::PrefixStore>("some/prefix", c10::make_intrusive<c10d::HashStore>());
+  const Random random(7);
+  const auto key = [&](std::uint64_t i) { return "k" + std::to_string(random.below(i, 6)); };
+  const auto value = [&](std::uint64_t i) {
+    return Bytes(random.below(i, 4), static_cast<uint8_t>(random.below(i + 1, 3)));
+  };
+  for (std::uint64_t i = 0; i < 4000; i += 8) {
+    switch (random.below(i, 8)) {
+      case 0:
+        ours->set(key(i + 1), value(i + 2));
+        theirs->set(key(i + 1), value(i + 2));
+        break;
+      case 1: ASSERT_EQ(ours->check({key(i + 1)}), theirs->check({key(i + 1)})); break;
+      case 2:
+        if (theirs->check({key(i + 1)})) {
+          ASSERT_EQ(ours->get(key(i + 1)), theirs->get(key(i + 1)));
+        }
+        break;
+      case 3: ASSERT_EQ(ours->add("n" + key(i + 1), 3), theirs->add("n" + key(i + 1), 3)); break;
+      case 4: ASSERT_EQ(ours->deleteKey(key(i + 1)), theirs->deleteKey(key(i + 1))); break;
+      case 5:
+        ASSERT_EQ(ours->compareSet(key(i + 1), value(i + 2), value(i + 4)),
+                  theirs->compareSet(key(i + 1), value(i + 2), value(i + 4)));
+        break;
+      case 6:
+        ours->append(key(i + 1), value(i + 2));
+        theirs->append(key(i + 1), value(i + 2));
+        break;
+      case 7:
+        ours->multiSet({key(i + 1), "m"}, {value(i + 2), value(i + 4)});
+        theirs->multiSet({key(i + 1), "m"}, {value(i + 2), value(i + 4)});
+        ASSERT_EQ(ours->multiGet({"m", key(i + 1)}), theirs->multiGet({"m", key(i + 1)}));
+        break;
+    }
+    ASSERT_EQ(ours->getNumKeys(), theirs->getNumKeys());
+  }
+}
+
+TEST(Store, AWaitEndsWhenTheLastKeyIsThere) {
+  const Host host;
+  const auto store = host.store();
+  std::atomic<bool> over{false};
+  std::thread waiter([&] {
+    store->wait({"a", "b"}, 20s);
+    over = true;
+  });
+  // The same client goes on while one of its threads waits.
+  store->set("a", std::string("1"));
+  EXPECT_FALSE(store->check({"b"}));
+  EXPECT_FALSE(over);
+  store->set("b", std::string("2"));
+  waiter.join();
+  EXPECT_TRUE(over);
+}
+
+TEST(Store, AWaitThatEndsInVainNamesTheKey) {
+  const Host host;
+  const auto store = host.store();
+  EXPECT_NE(error_of([&] { store->wait({"nobody sets me"}, 50ms); }).find("nobody sets me"), std::string::npos);
+  EXPECT_THROW(store->wait({"x"}, 1ms), c10::DistStoreError);
+  store->set("x", std::string("still works"));
+  EXPECT_EQ(store->get_to_str("x"), "still works");
+}
+
+TEST(Store, AddFromManyThreadsLosesNothing) {
+  const Host host;
+  const auto store = host.store();
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 8; ++t)
+    threads.emplace_back([&] {
+      for (int i = 0; i < 100; ++i) store->add("sum", 1);
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(store->add("sum", 0), 800);
+}
+
+TEST(Store, LargeValuesTravelWhole) {
+  const Host host;
+  const auto store = host.store();
+  Bytes large(10 << 20);
+  for (std::size_t i = 0; i < large.size(); ++i) large[i] = static_cast<uint8_t>(i * 2654435761u >> 24);
+  store->set("large", large);
+  EXPECT_EQ(store->get("large"), large);
+}
+
+TEST(Store, RefusesStrangers) {
+  const Host host;
+  for (const char* token : {"", "wrong", "correct horsf", "correct horse and more", "correct hors"}) {
+    const std::string error = error_of([&] { host.client(token); });
+    EXPECT_NE(error.find("BONFIRE_TOKEN"), std::string::npos) << token << ": " << error;
+  }
+  EXPECT_EQ(host.server.refused(), 5);
+  EXPECT_NE(host.said().find("refused 127.0.0.1:"), std::string::npos) << host.said();
+  host.client()->set("friends", "welcome");
+}
+
+// Sends bytes and reads until the server hangs up; true where nothing but a refusal came back.
+bool turned_away(const Host& host, const std::string& bytes) {
+  const Socket socket = connect_to(host.server.endpoint(), deadline_in(5s));
+  try {
+    send_all(socket, bytes, deadline_in(5s));
+  } catch (const Error&) {
+    return true;  // it hung up while we were still speaking
+  }
+  shutdown(socket.fd(), SHUT_WR);
+  std::string answer;
+  try {
+    while (true) {
+      char byte;
+      receive_all(socket, std::span(&byte, 1), deadline_in(5s));
+      answer += byte;
+    }
+  } catch (const Error& error) {
+    EXPECT_EQ(std::string(error.what()).find("no answer"), std::string::npos) << "the server neither answered nor hung up";
+  }
+  return answer.empty() || static_cast<wire::Status>(answer.at(4)) == wire::Status::refused;
+}
+
+TEST(Store, SurvivesGarbageFromStrangers) {
+  const Host host;
+  host.client()->set("here", "before");
+  EXPECT_TRUE(turned_away(host, "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"));
+  EXPECT_TRUE(turned_away(host, std::string("\xff\xff\xff\xff", 4)));
+  EXPECT_TRUE(turned_away(host, std::string("\x00\x00\x00\x00", 4)));
+  const std::uint64_t seed = std::random_device{}();
+  std::cout << "seed " << seed << "\n";
+  const Random random(seed);
+  for (std::uint64_t round = 0; round < 200; ++round) {
+    std::string noise(random.below(round, 300), '\0');
+    for (std::size_t i = 0; i < noise.size(); ++i) noise[i] = static_cast<char>(random.below(1000 + round * 512 + i, 256));
+    // Half of them with a plausible length, so that the content is looked at.
+    if (noise.size() >= 4 && round % 2 == 0) {
+      const auto length = static_cast<std::uint32_t>(noise.size() - 4);
+      std::memcpy(noise.data(), &length, 4);
+    }
+    EXPECT_TRUE(turned_away(host, noise)) << round;
+  }
+  EXPECT_EQ(host.client()->get({"here"}, 1s).front(), "before");
+}
+
+TEST(Store, SurvivesGarbageFromFriends) {
+  const Host host;
+  const std::uint64_t seed = std::random_device{}();
+  std::cout << "seed " << seed << "\n";
+  const Random random(seed);
+  const std::string hello = wire::Writer().text(wire::kGreeting).text("correct horse").finish();
+  for (std::uint64_t round = 0; round < 300; ++round) {
+    const Socket socket = connect_to(host.server.endpoint(), deadline_in(5s));
+    send_all(socket, hello, deadline_in(5s));
+    std::string noise(5 + random.below(round, 60), '\0');
+    for (std::size_t i = 0; i < noise.size(); ++i) noise[i] = static_cast<char>(random.below(1000 + round * 512 + i, 8));
+    const auto length = static_cast<std::uint32_t>(noise.size() - 4);
+    std::memcpy(noise.data(), &length, 4);
+    noise[4] = static_cast<char>(random.below(round, 14));
+    send_all(socket, noise, deadline_in(5s));
+  }
+  const auto client = host.client();
+  client->set("alive", "yes");
+  EXPECT_EQ(client->get({"alive"}, 1s).front(), "yes");
+}
+
+TEST(Store, BytesMayComeOneByOne) {
+  const Host host;
+  const Socket socket = connect_to(host.server.endpoint(), deadline_in(5s));
+  const std::string hello = wire::Writer().text(wire::kGreeting).text("correct horse").finish();
+  for (const char c : hello) send_all(socket, std::string_view(&c, 1), deadline_in(5s));
+  char answer[5];
+  receive_all(socket, answer, deadline_in(5s));
+  EXPECT_EQ(static_cast<wire::Status>(answer[4]), wire::Status::ok);
+}
+
+TEST(Store, LastWordsAreSaidOnlyByThoseWhoVanish) {
+  const Host host;
+  const auto client = host.client();
+  {
+    StoreClient::Presence leaves(*client, "left", "vanished");
+    leaves.leave();
+  }
+  { const StoreClient::Presence vanishes(*client, "gone", "vanished"); }
+  EXPECT_EQ(client->get({"gone"}, 5s).front(), "vanished");
+  EXPECT_FALSE(client->check({"left"}));
+}
+
+TEST(Store, APortInUseIsNamed) {
+  const Host host;
+  const int port = host.server.endpoint().port;
+  const std::string error = error_of([&] { StoreServer second({.listen = {"127.0.0.1", port}, .token = "t"}); });
+  EXPECT_NE(error.find("port " + std::to_string(port)), std::string::npos) << error;
+  EXPECT_NE(error.find("in use"), std::string::npos) << error;
+  EXPECT_EQ(error.find('\n'), std::string::npos);
+}
+
+TEST(Store, TheHostWaitsForItsGuests) {
+  auto server = std::make_shared<StoreServer>(StoreServerOptions{.token = "t", .drain = 20s, .log = Log::silent()});
+  auto guest = std::make_shared<StoreClient>(StoreClientOptions{.server = server->endpoint(), .token = "t"});
+  std::atomic<bool> closed{false};
+  std::thread owner([&] {
+    server.reset();
+    closed = true;
+  });
+  for (int i = 0; i < 20; ++i) EXPECT_EQ(guest->add("late", 1), i + 1);
+  EXPECT_FALSE(closed);
+  guest.reset();
+  owner.join();
+}
+
+TEST(Endpoint, Parse) {
+  EXPECT_EQ(parse_endpoint("host:29500").host, "host");
+  EXPECT_EQ(parse_endpoint("host:29500").port, 29500);
+  EXPECT_EQ(parse_endpoint("[::1]:80").host, "::1");
+  for (const char* bad : {"", "host", "host:", ":80", "host:0", "host:65536", "host:8x"})
+    EXPECT_THROW(parse_endpoint(bad), ConfigError) << bad;
+}
+
+TEST(Interface, HasAnAddressOrIsNamed) {
+  EXPECT_EQ(address_of_interface("lo"), "127.0.0.1");
+  EXPECT_NE(error_of([] { address_of_interface("nope0"); }).find("nope0"), std::string::npos);
+  EXPECT_EQ(address_towards("127.0.0.1"), "127.0.0.1");
+}
+
+}  // namespace
+}  // namespace bonfire
