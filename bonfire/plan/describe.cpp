@@ -70,7 +70,7 @@ void add_embedding(ModelDescription& model, const std::string& public_name) {
 
 void describe_llama(ModelDescription& model) {
   const auto& spec = model.spec;
-  const std::int64_t dim = spec.dim, query = spec.heads * spec.head_size(), key = spec.kv_head_count() * spec.head_size();
+  const std::int64_t dim = spec.dim, query = spec.heads * spec.head_dim, key = spec.kv_heads * spec.head_dim;
   const Init ones{InitKind::ones};
   add_embedding(model, "model.embed_tokens.weight");
   for (std::int64_t i = 0; i < spec.layers; ++i) {
@@ -152,12 +152,12 @@ void describe_mlp(ModelDescription& model) {
   const std::int64_t dim = spec.dim;
   const Init zeros{InitKind::zeros};
   const auto fan_in = [](std::int64_t in) { return normal(1 / std::sqrt(static_cast<double>(in))); };
-  if (spec.features) {
+  if (spec.inputs) {
     UnitDescription entry{.name = "embedding", .kind = UnitKind::embedding};
-    entry.parameters = {plain("weight", {dim, spec.features}, fan_in(spec.features), "embedding.weight"),
+    entry.parameters = {plain("weight", {dim, spec.inputs}, fan_in(spec.inputs), "embedding.weight"),
                         plain("bias", {dim}, zeros, "embedding.bias")};
-    entry.product_flops = product(spec.features, dim);
-    entry.saved_elements = spec.features;
+    entry.product_flops = product(spec.inputs, dim);
+    entry.saved_elements = spec.inputs;
     entry.output_elements = dim;
     model.units.push_back(std::move(entry));
   } else {
@@ -233,8 +233,7 @@ void describe_vgg(ModelDescription& model) {
 }  // namespace
 
 ModelDescription describe(const ModelSpec& spec) {
-  validate(spec);
-  ModelDescription model{.spec = spec, .units = {}};
+  ModelDescription model{.spec = resolve(spec), .units = {}};
   switch (spec.type) {
     case ModelType::llama: describe_llama(model); break;
     case ModelType::gpt2: describe_gpt2(model); break;

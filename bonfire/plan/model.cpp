@@ -31,7 +31,11 @@ ModelSpec gpt2(std::int64_t dim, std::int64_t layers, std::int64_t heads) {
 }
 
 ModelSpec vgg(std::vector<std::int64_t> convolutions) {
-  return {.type = ModelType::vgg, .ffn = 4096, .dropout = 0.5, .convolutions = std::move(convolutions)};
+  return {.type = ModelType::vgg, .dropout = 0.5, .convolutions = std::move(convolutions)};
+}
+
+std::vector<std::int64_t> vgg16(std::int64_t w) {
+  return {w, w, 0, 2 * w, 2 * w, 0, 4 * w, 4 * w, 4 * w, 0, 8 * w, 8 * w, 8 * w, 0, 8 * w, 8 * w, 8 * w, 0};
 }
 
 const std::map<std::string, ModelSpec, std::less<>>& published() {
@@ -62,7 +66,7 @@ const std::map<std::string, ModelSpec, std::less<>>& published() {
                             .rope_theta = 500000})},
       {"vgg11", vgg({64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0})},
       {"vgg13", vgg({64, 64, 0, 128, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0})},
-      {"vgg16", vgg({64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0})},
+      {"vgg16", vgg(vgg16(64))},
       {"vgg19", vgg({64, 64, 0, 128, 128, 0, 256, 256, 256, 256, 0, 512, 512, 512, 512, 0, 512, 512, 512, 512, 0})}};
   return models;
 }
@@ -71,41 +75,45 @@ void positive(const char* key, std::int64_t value) {
   if (value < 1) fail_config("model.{} is {}; it must be at least 1", key, value);
 }
 
-void validate_attention(const ModelSpec& spec) {
+void resolve_attention(ModelSpec& spec) {
   positive("heads", spec.heads);
   positive("positions", spec.positions);
+  if (spec.head_dim < 0) fail_config("model.head_dim is {}; it must be at least 1, or 0 for dim / heads", spec.head_dim);
   if (!spec.head_dim && spec.dim % spec.heads)
     fail_config("model.heads is {}, which does not divide model.dim = {}", spec.heads, spec.dim);
-  if (spec.head_dim < 0) fail_config("model.head_dim is {}; it must be at least 1, or 0 for dim / heads", spec.head_dim);
-  if (spec.kv_heads < 0 || spec.heads % spec.kv_head_count())
+  if (!spec.head_dim) spec.head_dim = spec.dim / spec.heads;
+  if (!spec.kv_heads) spec.kv_heads = spec.heads;
+  if (spec.kv_heads < 0 || spec.heads % spec.kv_heads)
     fail_config("model.kv_heads is {}, which does not divide model.heads = {}", spec.kv_heads, spec.heads);
-  if (spec.type == ModelType::llama && spec.head_size() % 2)
-    fail_config("the size of a head is {} (model.dim = {} over model.heads = {}); rotary positions need an even one",
-                spec.head_size(), spec.dim, spec.heads);
-  if (spec.type == ModelType::llama && !(spec.rope_theta > 0))
-    fail_config("model.rope_theta is {}; it must be above 0", spec.rope_theta);
-  if (spec.type == ModelType::gpt2 && spec.kv_head_count() != spec.heads)
-    fail_config("model.kv_heads is {}; gpt2 has as many as model.heads = {}", spec.kv_heads, spec.heads);
-  if (spec.type == ModelType::gpt2 && spec.head_size() * spec.heads != spec.dim)
-    fail_config("model.head_dim is {}; gpt2 needs model.dim / model.heads = {}", spec.head_dim, spec.dim / spec.heads);
+  if (spec.type == ModelType::llama) {
+    if (spec.head_dim % 2)
+      fail_config("the size of a head is {} (model.dim = {} over model.heads = {}); rotary positions need an even one",
+                  spec.head_dim, spec.dim, spec.heads);
+    if (!(spec.rope_theta > 0)) fail_config("model.rope_theta is {}; it must be above 0", spec.rope_theta);
+  } else {
+    if (spec.kv_heads != spec.heads)
+      fail_config("model.kv_heads is {}; gpt2 has as many as model.heads = {}", spec.kv_heads, spec.heads);
+    if (spec.head_dim * spec.heads != spec.dim)
+      fail_config("model.head_dim is {}; gpt2 needs model.dim / model.heads = {}", spec.head_dim, spec.dim / spec.heads);
+  }
 }
 
-void validate_vgg(const ModelSpec& spec) {
+void resolve_vgg(ModelSpec& spec) {
+  positive("width", spec.width);
+  if (spec.convolutions.empty()) spec.convolutions = vgg16(spec.width);
+  if (!spec.ffn) spec.ffn = 64 * spec.width;
+  if (spec.tied) fail_config("model.tied is true; vgg has no embedding to tie");
   positive("image", spec.image);
   positive("channels", spec.channels);
   positive("classes", spec.classes);
   positive("pool", spec.pool);
   std::int64_t side = spec.image;
-  bool any = false;
   for (const std::int64_t channels : spec.convolutions) {
     if (channels < 0)
       fail_config("model.convolutions holds {}; an entry is a number of channels, or 0 for a pooling", channels);
-    any = any || channels;
-    if (channels) continue;
-    if (!any) fail_config("model.convolutions starts with a pooling; it must start with a convolution");
-    side /= 2;
+    if (!channels) side /= 2;
   }
-  if (!any) fail_config("model.convolutions is empty; vgg needs at least one convolution");
+  if (!spec.convolutions[0]) fail_config("model.convolutions starts with a pooling; it must start with a convolution");
   if (side < 1)
     fail_config("model.image is {}, too small for the {} poolings of model.convolutions", spec.image,
                 std::count(spec.convolutions.begin(), spec.convolutions.end(), 0));
@@ -135,24 +143,27 @@ ModelSpec published_model(std::string_view name) {
   fail_config("\"{}\" is no published model; known are {}", name, fmt::join(published_model_names(), ", "));
 }
 
-void validate(const ModelSpec& spec) {
+ModelSpec resolve(const ModelSpec& given) {
+  ModelSpec spec = given;
   if (!(spec.dropout >= 0 && spec.dropout < 1)) fail_config("model.dropout is {}; it must be in [0, 1)", spec.dropout);
-  positive("ffn", spec.ffn);
+  if (spec.ffn < 0) fail_config("model.ffn is {}; it must be at least 1, or 0 for the usual width", spec.ffn);
   if (spec.type == ModelType::vgg) {
-    if (spec.tied) fail_config("model.tied is true; vgg has no embedding to tie");
-    return validate_vgg(spec);
+    resolve_vgg(spec);
+    return spec;
   }
   positive("dim", spec.dim);
   positive("layers", spec.layers);
-  if (spec.outputs() == spec.vocab) positive("vocab", spec.vocab);
+  if (!spec.ffn) spec.ffn = 4 * spec.dim;
   if (!(spec.norm_eps > 0)) fail_config("model.norm_eps is {}; it must be above 0", spec.norm_eps);
   if (spec.type == ModelType::mlp) {
-    if (spec.features < 0) fail_config("model.features is {}; it must be at least 1, or 0 for tokens", spec.features);
-    if (spec.features) positive("classes", spec.classes);
-    if (spec.features && spec.tied) fail_config("model.tied is true; an mlp of vectors has no embedding to tie");
+    if (spec.inputs < 0) fail_config("model.inputs is {}; it must be at least 1, or 0 for tokens", spec.inputs);
+    if (spec.inputs) positive("classes", spec.classes);
+    if (spec.inputs && spec.tied) fail_config("model.tied is true; an mlp of vectors has no embedding to tie");
   } else {
-    validate_attention(spec);
+    resolve_attention(spec);
   }
+  if (!spec.inputs) positive("vocab", spec.vocab);
+  return spec;
 }
 
 std::int64_t ParameterDescription::elements() const {

@@ -21,7 +21,7 @@ struct ModelSpec {
   std::int64_t heads = 8;
   std::int64_t kv_heads = 0;  // 0: as many as heads
   std::int64_t head_dim = 0;  // 0: dim / heads
-  std::int64_t ffn = 1024;    // vgg: width of the two hidden layers of the classifier
+  std::int64_t ffn = 0;       // 0: 4 * dim. vgg: of the classifier's two hidden layers; 0: 64 * width
   std::int64_t vocab = 4096;
   std::int64_t positions = 1024;  // longest sequence
   double rope_theta = 10000;
@@ -30,21 +30,19 @@ struct ModelSpec {
   bool tied = false;  // the output product uses the embedding's weight
 
   // mlp: 0 reads tokens through an embedding of `vocab` rows, otherwise vectors of this length, sorted into `classes`.
-  std::int64_t features = 0;
+  std::int64_t inputs = 0;
   std::int64_t classes = 1000;
 
-  // vgg: squares of `image` pixels; output channels of each 3x3 convolution, 0 for a pooling that halves the square; `pool`
-  // is the side of the square that the classifier sees.
+  // vgg: squares of `image` pixels; output channels of each 3x3 convolution, 0 for a pooling that halves the square (none:
+  // those of VGG16, from `width` channels up); `pool` is the side of the square that the classifier sees.
   std::int64_t image = 224;
   std::int64_t channels = 3;
   std::int64_t pool = 7;
+  std::int64_t width = 64;
   std::vector<std::int64_t> convolutions{};
 
-  // The values that 0 stands for.
-  std::int64_t kv_head_count() const { return kv_heads ? kv_heads : heads; }
-  std::int64_t head_size() const { return head_dim ? head_dim : (heads ? dim / heads : 0); }
   // Columns of the logits.
-  std::int64_t outputs() const { return type == ModelType::vgg || (type == ModelType::mlp && features) ? classes : vocab; }
+  std::int64_t outputs() const { return type == ModelType::vgg || (type == ModelType::mlp && inputs) ? classes : vocab; }
 };
 
 BONFIRE_API const char* name_of(ModelType type);
@@ -56,8 +54,8 @@ BONFIRE_API ModelType model_type(std::string_view name);
 BONFIRE_API ModelSpec published_model(std::string_view name);
 BONFIRE_API std::vector<std::string> published_model_names();
 
-// Throws ConfigError that names the first key that is impossible.
-BONFIRE_API void validate(const ModelSpec& spec);
+// The spec with the values that 0 and empty stand for. Throws ConfigError that names the first key that is impossible.
+BONFIRE_API ModelSpec resolve(const ModelSpec& spec);
 
 enum class InitKind { zeros, ones, normal };
 
@@ -107,14 +105,14 @@ struct UnitDescription {
 };
 
 struct ModelDescription {
-  ModelSpec spec;
+  ModelSpec spec;                        // resolved
   std::vector<UnitDescription> units{};  // forward order; the root comes first where it holds parameters itself
 
   BONFIRE_API std::int64_t parameter_elements() const;
   BONFIRE_API const UnitDescription& unit(std::string_view name) const;
 };
 
-// Validates `spec`, then lists its Units.
+// Resolves `spec`, then lists its Units.
 BONFIRE_API ModelDescription describe(const ModelSpec& spec);
 
 }  // namespace bonfire::plan

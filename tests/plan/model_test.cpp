@@ -15,7 +15,7 @@ std::vector<ModelSpec> small_specs() {
           {.type = ModelType::gpt2, .tied = true},
           {.type = ModelType::gpt2},
           {.type = ModelType::mlp},
-          {.type = ModelType::mlp, .features = 12, .classes = 5},
+          {.type = ModelType::mlp, .inputs = 12, .classes = 5},
           {.type = ModelType::vgg, .image = 32, .pool = 1, .convolutions = {8, 0, 16, 16, 0}}};
 }
 
@@ -60,6 +60,13 @@ TEST(Model, TransformerProductsCostTwoFlopsPerWeight) {
   EXPECT_EQ(block.forward_flops(8191) - block.product_flops, 4.0 * 4096 * 4096);
 }
 
+TEST(Model, WidthScalesVgg16) {
+  const auto model = describe({.type = ModelType::vgg, .classes = 10, .image = 32, .width = 8});
+  EXPECT_EQ(model.unit("blocks.0").parameters[0].shape, (std::vector<std::int64_t>{8, 3, 3, 3}));
+  EXPECT_EQ(model.unit("blocks.14").parameters[0].shape, (std::vector<std::int64_t>{512, 512}));
+  EXPECT_EQ(model.units.size(), describe(published_model("vgg16")).units.size());
+}
+
 TEST(Model, Vgg16CostsWhatIsPublished) {
   double flops = 0;
   for (const auto& unit : describe(published_model("vgg16")).units) flops += unit.forward_flops(1);
@@ -84,9 +91,9 @@ TEST(Model, RefusesWhatCannotBe) {
   expect_refused({.dropout = 1}, "dropout");
   expect_refused({.norm_eps = 0}, "norm_eps");
   expect_refused({.type = ModelType::gpt2, .kv_heads = 2}, "kv_heads");
-  expect_refused({.type = ModelType::vgg}, "convolutions");
+  expect_refused({.type = ModelType::vgg, .convolutions = {0, 4}}, "convolutions");
   expect_refused({.type = ModelType::vgg, .image = 2, .convolutions = {4, 0, 4, 0}}, "image");
-  expect_refused({.type = ModelType::mlp, .tied = true, .features = 3}, "tied");
+  expect_refused({.type = ModelType::mlp, .tied = true, .inputs = 3}, "tied");
   EXPECT_THROW(model_type("bert"), ConfigError);
   EXPECT_THROW(published_model("gpt5"), ConfigError);
 }
