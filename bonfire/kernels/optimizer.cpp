@@ -1,0 +1,346 @@
+#include "bonfire/kernels/optimizer.h"
+
+#include <cmath>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <torch/library.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/kernels/vectorize.h"
+
+namespace bonfire {
+namespace {
+
+using at::Tensor;
+using cpu::compute_t;
+using cpu::load;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr std::int64_t kGrain = 32768;
+
+// Element-wise constants of an Adam step, in the type that the loop computes in.
+template <class C>
+struct AdamConstants {
+  C scale, decay, keep, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, root_correction, eps;
+};
+
+template <class C, class G>
+BONFIRE_INLINE void adam_loop(C* __restrict p, const G* __restrict g, C* __restrict m, C* __restrict v, std::int64_t n,
+                              const AdamConstants<C>& k) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) {
+    const C gradient = static_cast<C>(load(g[i])) * k.scale + k.decay * p[i];
+    const C first = k.beta1 * m[i] + k.one_minus_beta1 * gradient;
+    const C second = k.beta2 * v[i] + k.one_minus_beta2 * gradient * gradient;
+    m[i] = first;
+    v[i] = second;
+    p[i] = p[i] * k.keep - k.step_size * first / (std::sqrt(second) / k.root_correction + k.eps);
+  }
+}
+
+template <class C, class G>
+BONFIRE_INLINE void amsgrad_loop(C* __restrict p, const G* __restrict g, C* __restrict m, C* __restrict v, C* __restrict top,
+                                 std::int64_t n, const AdamConstants<C>& k) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) {
+    const C gradient = static_cast<C>(load(g[i])) * k.scale + k.decay * p[i];
+    const C first = k.beta1 * m[i] + k.one_minus_beta1 * gradient;
+    const C second = k.beta2 * v[i] + k.one_minus_beta2 * gradient * gradient;
+    const C largest = top[i] < second ? second : top[i];
+    m[i] = first;
+    v[i] = second;
+    top[i] = largest;
+    p[i] = p[i] * k.keep - k.step_size * first / (std::sqrt(largest) / k.root_correction + k.eps);
+  }
+}
+
+template <class C>
+struct SgdConstants {
+  C scale, decay, momentum, one_minus_dampening, lr;
+  bool nesterov, first;
+};
+
+template <class C, class G>
+BONFIRE_INLINE void sgd_loop(C* __restrict p, const G* __restrict g, std::int64_t n, const SgdConstants<C>& k) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) p[i] -= k.lr * (static_cast<C>(load(g[i])) * k.scale + k.decay * p[i]);
+}
+
+template <class C, class G>
+BONFIRE_INLINE void momentum_loop(C* __restrict p, const G* __restrict g, C* __restrict m, std::int64_t n,
+                                  const SgdConstants<C>& k) {
+  const C old = k.first ? C(0) : k.momentum, fresh = k.first ? C(1) : k.one_minus_dampening;
+  const C ahead = k.nesterov ? C(1) : C(0), weight = k.nesterov ? k.momentum : C(1);
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) {
+    const C gradient = static_cast<C>(load(g[i])) * k.scale + k.decay * p[i];
+    const C moved = (k.first ? C(0) : old * m[i]) + fresh * gradient;
+    m[i] = moved;
+    p[i] -= k.lr * (ahead * gradient + weight * moved);
+  }
+}
+
+template <class T, class C>
+BONFIRE_INLINE void copy_loop(T* __restrict out, const C* __restrict in, std::int64_t n) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) out[i] = cpu::store<T>(static_cast<compute_t<T>>(in[i]));
+}
+
+template <class T>
+BONFIRE_INLINE double squares_loop(const T* __restrict x, std::int64_t n) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (std::int64_t i = 0; i < n; ++i) {
+    const auto value = static_cast<double>(load(x[i]));
+    sum += value * value;
+  }
+  return sum;
+}
+
+#define BONFIRE_STEP_KERNELS(C, G)                                                                                    \
+  BONFIRE_CLONES void adam_rows(C* p, const G* g, C* m, C* v, std::int64_t n, const AdamConstants<C>& k) {            \
+    adam_loop(p, g, m, v, n, k);                                                                                      \
+  }                                                                                                                   \
+  BONFIRE_CLONES void amsgrad_rows(C* p, const G* g, C* m, C* v, C* top, std::int64_t n, const AdamConstants<C>& k) { \
+    amsgrad_loop(p, g, m, v, top, n, k);                                                                              \
+  }                                                                                                                   \
+  BONFIRE_CLONES void sgd_rows(C* p, const G* g, std::int64_t n, const SgdConstants<C>& k) { sgd_loop(p, g, n, k); }  \
+  BONFIRE_CLONES void momentum_rows(C* p, const G* g, C* m, std::int64_t n, const SgdConstants<C>& k) {               \
+    momentum_loop(p, g, m, n, k);                                                                                     \
+  }                                                                                                                   \
+  BONFIRE_CLONES void copy_rows(G* out, const C* in, std::int64_t n) { copy_loop(out, in, n); }
+
+BONFIRE_STEP_KERNELS(float, float)
+BONFIRE_STEP_KERNELS(float, double)
+BONFIRE_STEP_KERNELS(float, c10::BFloat16)
+BONFIRE_STEP_KERNELS(float, c10::Half)
+BONFIRE_STEP_KERNELS(double, float)
+BONFIRE_STEP_KERNELS(double, double)
+BONFIRE_STEP_KERNELS(double, c10::BFloat16)
+BONFIRE_STEP_KERNELS(double, c10::Half)
+
+BONFIRE_CLONES double squares_rows(const float* x, std::int64_t n) { return squares_loop(x, n); }
+BONFIRE_CLONES double squares_rows(const double* x, std::int64_t n) { return squares_loop(x, n); }
+BONFIRE_CLONES double squares_rows(const c10::BFloat16* x, std::int64_t n) { return squares_loop(x, n); }
+BONFIRE_CLONES double squares_rows(const c10::Half* x, std::int64_t n) { return squares_loop(x, n); }
+
+// Calls `body(C{}, G{})` with the parameters' and the gradients' element types.
+template <class Body>
+void dispatch_step(const char* kernel, const Tensor& parameters, const Tensor& gradients, const Body& body) {
+  cpu::dispatch_floating(gradients.scalar_type(), kernel, [&](auto g) {
+    if (parameters.scalar_type() == at::kDouble)
+      body(double{}, g);
+    else
+      body(float{}, g);
+  });
+}
+
+void write_low_precision(const OptionalTensor& low, const Tensor& parameters, std::int64_t begin, std::int64_t end) {
+  if (!low) return;
+  dispatch_step("low_precision", parameters, *low, [&](auto c, auto t) {
+    copy_rows(low->data_ptr<decltype(t)>() + begin, parameters.const_data_ptr<decltype(c)>() + begin, end - begin);
+  });
+}
+
+double whole_scale(double scale, const OptionalTensor& tensor) { return tensor ? scale * tensor->item<double>() : scale; }
+
+void adam_cpu(Tensor p, const Tensor& g, Tensor m, Tensor v, const OptionalTensor& top, const OptionalTensor& low,
+              const OptionalTensor& scale_tensor, double lr, double beta1, double beta2, double eps, double weight_decay,
+              std::int64_t step, double scale, bool decoupled) {
+  scale = whole_scale(scale, scale_tensor);
+  const double correction1 = 1 - std::pow(beta1, static_cast<double>(step));
+  const double correction2 = 1 - std::pow(beta2, static_cast<double>(step));
+  dispatch_step("adam_", p, g, [&](auto c, auto t) {
+    using C = decltype(c);
+    using G = decltype(t);
+    const AdamConstants<C> k{.scale = static_cast<C>(scale),
+                             .decay = static_cast<C>(decoupled ? 0 : weight_decay),
+                             .keep = static_cast<C>(decoupled ? 1 - lr * weight_decay : 1),
+                             .beta1 = static_cast<C>(beta1),
+                             .one_minus_beta1 = static_cast<C>(1 - beta1),
+                             .beta2 = static_cast<C>(beta2),
+                             .one_minus_beta2 = static_cast<C>(1 - beta2),
+                             .step_size = static_cast<C>(lr / correction1),
+                             .root_correction = static_cast<C>(std::sqrt(correction2)),
+                             .eps = static_cast<C>(eps)};
+    C* pp = p.data_ptr<C>();
+    const G* gp = g.const_data_ptr<G>();
+    C* mp = m.data_ptr<C>();
+    C* vp = v.data_ptr<C>();
+    C* tp = top ? top->data_ptr<C>() : nullptr;
+    at::parallel_for(0, p.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+      // Short runs, so that the low-precision copy reads parameters that are still in the cache.
+      for (std::int64_t at = begin; at < end; at += 4096) {
+        const std::int64_t n = std::min<std::int64_t>(4096, end - at);
+        if (tp)
+          amsgrad_rows(pp + at, gp + at, mp + at, vp + at, tp + at, n, k);
+        else
+          adam_rows(pp + at, gp + at, mp + at, vp + at, n, k);
+        write_low_precision(low, p, at, at + n);
+      }
+    });
+  });
+}
+
+void sgd_cpu(Tensor p, const Tensor& g, const OptionalTensor& buffer, const OptionalTensor& low,
+             const OptionalTensor& scale_tensor, double lr, double momentum, double dampening, double weight_decay,
+             std::int64_t step, double scale, bool nesterov) {
+  scale = whole_scale(scale, scale_tensor);
+  dispatch_step("sgd_", p, g, [&](auto c, auto t) {
+    using C = decltype(c);
+    using G = decltype(t);
+    const SgdConstants<C> k{.scale = static_cast<C>(scale),
+                            .decay = static_cast<C>(weight_decay),
+                            .momentum = static_cast<C>(momentum),
+                            .one_minus_dampening = static_cast<C>(1 - dampening),
+                            .lr = static_cast<C>(lr),
+                            .nesterov = nesterov,
+                            .first = step == 1};
+    C* pp = p.data_ptr<C>();
+    const G* gp = g.const_data_ptr<G>();
+    C* mp = buffer ? buffer->data_ptr<C>() : nullptr;
+    at::parallel_for(0, p.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t at = begin; at < end; at += 4096) {
+        const std::int64_t n = std::min<std::int64_t>(4096, end - at);
+        if (mp)
+          momentum_rows(pp + at, gp + at, mp + at, n, k);
+        else
+          sgd_rows(pp + at, gp + at, n, k);
+        write_low_precision(low, p, at, at + n);
+      }
+    });
+  });
+}
+
+Tensor sum_of_squares_cpu(const Tensor& given) {
+  const Tensor x = given.contiguous();
+  constexpr std::int64_t block = 16384;
+  const std::int64_t n = x.numel(), blocks = (n + block - 1) / block;
+  std::vector<double> sums(static_cast<std::size_t>(blocks));
+  cpu::dispatch_floating(x.scalar_type(), "sum_of_squares", [&](auto t) {
+    const auto* data = x.const_data_ptr<decltype(t)>();
+    at::parallel_for(0, blocks, 2, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i)
+        sums[static_cast<std::size_t>(i)] = squares_rows(data + i * block, std::min(block, n - i * block));
+    });
+  });
+  double total = 0;
+  for (const double sum : sums) total += sum;
+  return at::scalar_tensor(total, at::kDouble);
+}
+
+// The same steps out of torch's operators, for devices without a kernel of ours.
+Tensor scaled_gradient(const Tensor& p, const Tensor& g, const OptionalTensor& scale_tensor, double scale) {
+  Tensor gradient = g.to(p.scalar_type()).mul(scale);
+  if (scale_tensor) gradient.mul_(scale_tensor->to(p.scalar_type()));
+  return gradient;
+}
+
+void adam_composite(Tensor p, const Tensor& g, Tensor m, Tensor v, const OptionalTensor& top, const OptionalTensor& low,
+                    const OptionalTensor& scale_tensor, double lr, double beta1, double beta2, double eps,
+                    double weight_decay, std::int64_t step, double scale, bool decoupled) {
+  const double correction1 = 1 - std::pow(beta1, static_cast<double>(step));
+  const double correction2 = 1 - std::pow(beta2, static_cast<double>(step));
+  Tensor gradient = scaled_gradient(p, g, scale_tensor, scale);
+  if (decoupled)
+    p.mul_(1 - lr * weight_decay);
+  else
+    gradient.add_(p, weight_decay);
+  m.mul_(beta1).add_(gradient, 1 - beta1);
+  v.mul_(beta2).addcmul_(gradient, gradient, 1 - beta2);
+  if (top) top->copy_(at::maximum(*top, v));
+  p.addcdiv_(m, (top ? *top : v).sqrt().div_(std::sqrt(correction2)).add_(eps), -lr / correction1);
+  if (low) low->copy_(p);
+}
+
+void sgd_composite(Tensor p, const Tensor& g, const OptionalTensor& buffer, const OptionalTensor& low,
+                   const OptionalTensor& scale_tensor, double lr, double momentum, double dampening, double weight_decay,
+                   std::int64_t step, double scale, bool nesterov) {
+  Tensor gradient = scaled_gradient(p, g, scale_tensor, scale).add_(p, weight_decay);
+  Tensor direction = gradient;
+  if (buffer) {
+    if (step == 1)
+      buffer->copy_(gradient);
+    else
+      buffer->mul_(momentum).add_(gradient, 1 - dampening);
+    direction = nesterov ? gradient.add(*buffer, momentum) : *buffer;
+  }
+  p.add_(direction, -lr);
+  if (low) low->copy_(p);
+}
+
+Tensor sum_of_squares_composite(const Tensor& x) { return at::linalg_vector_norm(x, 2, {}, false, at::kDouble).square_(); }
+
+OptionalTensor optional(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
+
+void check(const char* kernel, const char* what, const Tensor& parameters, const Tensor& buffer) {
+  require(buffer.is_contiguous() && buffer.numel() == parameters.numel(),
+          "{}: {} has {} elements{}, the parameters have {}; allowed: contiguous buffers of one size", kernel, what,
+          buffer.numel(), buffer.is_contiguous() ? "" : " and is not contiguous", parameters.numel());
+}
+
+void check_state(const char* kernel, const char* what, const Tensor& parameters, const Tensor& buffer) {
+  check(kernel, what, parameters, buffer);
+  require(buffer.scalar_type() == parameters.scalar_type(), "{}: {} is {}, the parameters are {}; allowed: one type", kernel,
+          what, c10::toString(buffer.scalar_type()), c10::toString(parameters.scalar_type()));
+}
+
+void check_parameters(const char* kernel, const Tensor& parameters, const Tensor& gradients, const Tensor& low) {
+  require(parameters.scalar_type() == at::kFloat || parameters.scalar_type() == at::kDouble,
+          "{}: the parameters are {}; allowed: Float, Double", kernel, c10::toString(parameters.scalar_type()));
+  check(kernel, "the parameters", parameters, parameters);
+  check(kernel, "the gradient", parameters, gradients);
+  if (low.defined()) check(kernel, "the low-precision copy", parameters, low);
+}
+
+}  // namespace
+
+void adam_(const AdamBuffers& b, const AdamStep& s) {
+  check_parameters("adam_", b.parameters, b.gradients, b.low_precision);
+  check_state("adam_", "exp_avg", b.parameters, b.exp_avg);
+  check_state("adam_", "exp_avg_sq", b.parameters, b.exp_avg_sq);
+  if (b.max_exp_avg_sq.defined()) check_state("adam_", "max_exp_avg_sq", b.parameters, b.max_exp_avg_sq);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("bonfire::adam_", "").typed<decltype(adam_composite)>();
+  op.call(b.parameters, b.gradients, b.exp_avg, b.exp_avg_sq, optional(b.max_exp_avg_sq), optional(b.low_precision),
+          optional(b.gradient_scale), s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.step,
+          s.maximize ? -s.gradient_scale : s.gradient_scale, s.decoupled);
+}
+
+void sgd_(const SgdBuffers& b, const SgdStep& s) {
+  check_parameters("sgd_", b.parameters, b.gradients, b.low_precision);
+  require(s.momentum == 0 || b.momentum.defined(), "sgd_: the momentum is {} and there is no buffer for it", s.momentum);
+  const bool with_momentum = s.momentum != 0;
+  if (with_momentum) check_state("sgd_", "the momentum", b.parameters, b.momentum);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("bonfire::sgd_", "").typed<decltype(sgd_composite)>();
+  op.call(b.parameters, b.gradients, with_momentum ? optional(b.momentum) : std::nullopt, optional(b.low_precision),
+          optional(b.gradient_scale), s.lr, s.momentum, s.dampening, s.weight_decay, s.step,
+          s.maximize ? -s.gradient_scale : s.gradient_scale, s.nesterov);
+}
+
+Tensor sum_of_squares(const Tensor& tensor) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("bonfire::sum_of_squares", "").typed<Tensor(const Tensor&)>();
+  return op.call(tensor);
+}
+
+TORCH_LIBRARY_IMPL(bonfire, CPU, m) {
+  m.impl("adam_", adam_cpu);
+  m.impl("sgd_", sgd_cpu);
+  m.impl("sum_of_squares", sum_of_squares_cpu);
+}
+
+TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
+  m.impl("adam_", adam_composite);
+  m.impl("sgd_", sgd_composite);
+  m.impl("sum_of_squares", sum_of_squares_composite);
+}
+
+}  // namespace bonfire

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+
+#include "bonfire/base/api.h"
+
+// Optimizer steps, each one pass over flat buffers. All buffers of a call are contiguous and have the same number of
+// elements. Parameters and state are of one type, fp32 or fp64; gradients may be any floating type.
+namespace bonfire {
+
+struct AdamBuffers {
+  at::Tensor parameters;
+  at::Tensor gradients;
+  at::Tensor exp_avg;
+  at::Tensor exp_avg_sq;
+  at::Tensor max_exp_avg_sq{};  // given: amsgrad
+  at::Tensor low_precision{};   // given: the new parameters are written here as well, rounded
+  at::Tensor gradient_scale{};  // given: one element on the same device that multiplies `AdamStep::gradient_scale`
+};
+
+struct AdamStep {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0;
+  std::int64_t step = 1;      // 1 for the first
+  double gradient_scale = 1;  // gradients are multiplied by it first: clipping, unscaling, averaging
+  bool decoupled = true;      // AdamW's decay; otherwise Adam's, which adds it to the gradient
+  bool maximize = false;
+};
+
+BONFIRE_API void adam_(const AdamBuffers& buffers, const AdamStep& step);
+
+struct SgdBuffers {
+  at::Tensor parameters;
+  at::Tensor gradients;
+  at::Tensor momentum{};  // needed where the momentum is not 0
+  at::Tensor low_precision{};
+  at::Tensor gradient_scale{};
+};
+
+struct SgdStep {
+  double lr = 1e-3;
+  double momentum = 0;
+  double dampening = 0;
+  double weight_decay = 0;
+  std::int64_t step = 1;  // at 1 the momentum buffer is written, not read
+  double gradient_scale = 1;
+  bool nesterov = false;
+  bool maximize = false;
+};
+
+BONFIRE_API void sgd_(const SgdBuffers& buffers, const SgdStep& step);
+
+// Sum of the squares of all elements, as one fp64 element on the tensor's device. Accumulated in double in a fixed order,
+// whatever the number of threads.
+BONFIRE_API at::Tensor sum_of_squares(const at::Tensor& tensor);
+
+}  // namespace bonfire
