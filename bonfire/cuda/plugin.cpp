@@ -5,6 +5,7 @@
 #include "bonfire/base/api.h"
 #include "bonfire/base/version.h"
 #include "bonfire/comm/cuda_plugin.h"
+#include "bonfire/cuda/nccl_backend.h"
 #include "bonfire/cuda/spin.h"
 
 namespace bonfire::cuda {
@@ -34,7 +35,7 @@ extern "C" BONFIRE_API const bonfire::CudaPlugin* bonfire_cuda_plugin() {
       .version = BONFIRE_VERSION,
       .device_count = bonfire::cuda::device_count,
       .device_info = bonfire::cuda::device_info,
-      .make_nccl = nullptr,
+      .make_nccl = bonfire::cuda::make_nccl_backend,
       .spin = bonfire::cuda::spin,
   };
   return &plugin;

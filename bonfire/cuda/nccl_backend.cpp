@@ -1,0 +1,225 @@
+#include "bonfire/cuda/nccl_backend.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+#include "bonfire/base/clock.h"
+#include "bonfire/base/error.h"
+#include "bonfire/comm/c10d_backend.h"
+#include "bonfire/comm/emulated_link.h"
+#include "bonfire/cuda/shared_gpu.h"
+#include "bonfire/cuda/spin.h"
+#include "bonfire/cuda/stream.h"
+
+namespace bonfire::cuda {
+namespace {
+
+using Callback = std::function<void(Nanoseconds start, Nanoseconds end)>;
+
+// Tells by the host's clock when collectives of one communicator ran on the GPU: two streams that compute nothing arrive
+// where a collective may begin and where it has ended, and call the host there.
+class Stopwatch {
+ public:
+  // What the host's side of it needs; it owns nothing of CUDA's.
+  struct Times {
+    std::atomic<Nanoseconds> ready = 0;
+  };
+
+  explicit Stopwatch(c10::Device device) : device_(device), ready_(device), ended_(device) {}
+
+  // Stream: notes when the current stream gets to this point.
+  std::shared_ptr<Times> issued() const {
+    auto times = std::make_shared<Times>();
+    ready_.wait_for(c10::cuda::getCurrentCUDAStream(device_.index()));
+    ready_.run_on_host([times] { times->ready = now_ns(); });
+    return times;
+  }
+
+  // Calls back when `work` has ended. It began when its input was ready and the one before it had ended.
+  void when_ended(c10d::Work& work, std::shared_ptr<Times> times, Callback callback) const {
+    {
+      const c10::cuda::CUDAStreamGuard guard(ended_.get());
+      work.synchronize();
+    }
+    ended_.run_on_host([times = std::move(times), last = last_end_, callback = std::move(callback)] {
+      const Nanoseconds end = now_ns();
+      const Nanoseconds ready = times->ready;
+      const Nanoseconds start = std::max(ready == 0 ? end : ready, last->load());
+      *last = end;
+      callback(start, end);
+    });
+  }
+
+ private:
+  c10::Device device_;
+  OwnStream ready_, ended_;
+  std::shared_ptr<std::atomic<Nanoseconds>> last_end_ = std::make_shared<std::atomic<Nanoseconds>>(0);
+};
+
+class NcclState : public Work::State {
+ public:
+  NcclState(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors, std::shared_ptr<const Stopwatch> stopwatch)
+      : work_(std::move(work)),
+        tensors_(std::move(tensors)),
+        stopwatch_(std::move(stopwatch)),
+        times_(stopwatch_->issued()) {}
+
+  // The tensors' memory returns to this thread's stream, which must not reuse it while NCCL still works on it.
+  ~NcclState() override {
+    if (waited_) return;
+    try {
+      work_->synchronize();
+    } catch (const std::exception& error) {
+      TORCH_WARN("a collective that nobody waited for failed: ", error.what());
+    }
+  }
+  NcclState(const NcclState&) = delete;
+  NcclState& operator=(const NcclState&) = delete;
+
+  void wait() override {
+    work_->wait();
+    waited_ = true;
+  }
+  bool done() override { return work_->isCompleted(); }
+  void on_done(Callback callback) override { stopwatch_->when_ended(*work_, times_, std::move(callback)); }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::vector<at::Tensor> tensors_;
+  std::shared_ptr<const Stopwatch> stopwatch_;
+  std::shared_ptr<Stopwatch::Times> times_;
+  bool waited_ = false;
+};
+
+// A collective and its turn on an emulated link, which is a stream that spins.
+class LinkedState : public Work::State {
+ public:
+  LinkedState(Work work, std::shared_ptr<const OwnStream> link, Nanoseconds turn)
+      : work_(std::move(work)), link_(std::move(link)) {
+    const auto current = c10::cuda::getCurrentCUDAStream(link_->get().device_index());
+    link_->wait_for(current);
+    link_->run_on_host([times = times_] { times->start = now_ns(); });
+    launch_spin(turn, link_->get().stream());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    over_.record(link_->get());
+  }
+
+  void wait() override {
+    work_.wait();
+    over_.block(c10::cuda::getCurrentCUDAStream(link_->get().device_index()));
+  }
+  bool done() override { return work_.done() && over_.query(); }
+
+  // The later of the two ends is the end.
+  void on_done(Callback callback) override {
+    link_->run_on_host([times = times_, callback] { times->one_ended(now_ns(), callback); });
+    work_.state()->on_done([times = times_, callback](Nanoseconds, Nanoseconds end) { times->one_ended(end, callback); });
+  }
+
+ private:
+  struct Times {
+    std::atomic<Nanoseconds> start = 0;
+    std::mutex mutex;
+    Nanoseconds first_end = 0;
+
+    void one_ended(Nanoseconds end, const Callback& callback) {
+      {
+        const std::lock_guard lock(mutex);
+        if (first_end == 0) {
+          first_end = end;
+          return;
+        }
+      }
+      callback(start, std::max(first_end, end));
+    }
+  };
+
+  Work work_;
+  std::shared_ptr<const OwnStream> link_;
+  at::cuda::CUDAEvent over_;
+  std::shared_ptr<Times> times_ = std::make_shared<Times>();
+};
+
+class NcclBackend final : public C10dBackend {
+ public:
+  NcclBackend(c10::intrusive_ptr<c10d::ProcessGroupNCCL> nccl, const NcclOptions& options)
+      : C10dBackend(nccl),
+        nccl_(std::move(nccl)),
+        device_(options.device),
+        name_(options.name),
+        stopwatch_(std::make_shared<Stopwatch>(options.device)) {}
+
+  Work batch(std::span<const Message> messages) override {
+    std::vector<at::Tensor> tensors;
+    nccl_->startCoalescing();
+    for (const auto& message : messages) {
+      std::vector<at::Tensor> one{message.tensor};
+      if (message.way == Message::Way::send)
+        nccl_->send(one, message.peer, 0);
+      else
+        nccl_->recv(one, message.peer, 0);
+      tensors.push_back(message.tensor);
+    }
+    return track(nccl_->endCoalescing(), std::move(tensors));
+  }
+
+  // Told its device, or c10d guesses one from the rank's number.
+  Work barrier() override {
+    c10d::BarrierOptions options;
+    options.device = device_;
+    return track(nccl_->barrier(options), {});
+  }
+
+  Work over(EmulatedLink& link, double seconds, Work work) override {
+    return Work(std::make_shared<LinkedState>(std::move(work), stream_of(link), std::llround(seconds * 1e9)));
+  }
+
+  bool ordered() const override { return true; }
+  std::string stream() const override { return "nccl " + name_; }
+
+ protected:
+  Work track(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) override {
+    require(work != nullptr, "NCCL over '{}' began nothing", name_);
+    return Work(std::make_shared<NcclState>(std::move(work), std::move(tensors), stopwatch_));
+  }
+
+ private:
+  std::shared_ptr<const OwnStream> stream_of(const EmulatedLink& link) {
+    const std::lock_guard lock(mutex_);
+    auto& stream = links_[&link];
+    if (!stream) stream = std::make_shared<OwnStream>(device_);
+    return stream;
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroupNCCL> nccl_;
+  c10::Device device_;
+  std::string name_;
+  std::shared_ptr<const Stopwatch> stopwatch_;
+  std::mutex mutex_;
+  std::map<const EmulatedLink*, std::shared_ptr<const OwnStream>> links_;
+};
+
+}  // namespace
+
+std::shared_ptr<Backend> make_nccl_backend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                           const NcclOptions& options) {
+  const c10::cuda::CUDAGuard guard(options.device);
+  let_ranks_share_gpus(*store, rank, size, options.device);
+  auto nccl_options = c10d::ProcessGroupNCCL::Options::create(options.high_priority);
+  nccl_options->timeout = options.timeout;
+  auto nccl = c10::make_intrusive<c10d::ProcessGroupNCCL>(std::move(store), rank, size, std::move(nccl_options));
+  nccl->setGroupDesc(options.name);
+  nccl->setBoundDeviceId(options.device);
+  nccl->eagerConnectSingleDevice(options.device);
+  return std::make_shared<NcclBackend>(std::move(nccl), options);
+}
+
+}  // namespace bonfire::cuda
