@@ -1,0 +1,180 @@
+#include "bonfire/data/token_file.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <limits>
+
+#include "bonfire/base/error.h"
+#include "bonfire/data/mapped_file.h"
+#include "bonfire/data/token_formats.h"
+#include "bonfire/data/token_scan.h"
+
+namespace bonfire {
+namespace {
+
+template <class T>
+void widen(const std::byte* from, std::span<std::int64_t> to) {
+  for (std::size_t at = 0; at < to.size(); ++at) {
+    T value;
+    std::memcpy(&value, from + at * sizeof(T), sizeof(T));
+    to[at] = static_cast<std::int64_t>(value);
+  }
+}
+
+TokenType megatron_type(const MappedFile& index) {
+  const auto code = index.at<std::uint8_t>(megatron::code_at);
+  switch (code) {
+    case 1: return TokenType::u8;
+    case 2: return TokenType::i8;
+    case 3: return TokenType::i16;
+    case 4: return TokenType::i32;
+    case 5: return TokenType::i64;
+    case 8: return TokenType::u16;
+    default:
+      fail_config("'{}': dtype code at byte {} is {}, must be 1 (u8), 2 (i8), 3 (i16), 4 (i32), 5 (i64) or 8 (u16)",
+                  index.path(), megatron::code_at, code);
+  }
+}
+
+bool exists(const std::string& path) { return std::filesystem::exists(path); }
+
+}  // namespace
+
+std::uint64_t bytes_of(TokenType type) {
+  switch (type) {
+    case TokenType::u8:
+    case TokenType::i8: return 1;
+    case TokenType::u16:
+    case TokenType::i16: return 2;
+    case TokenType::u32:
+    case TokenType::i32: return 4;
+    case TokenType::i64: return 8;
+  }
+  return 0;
+}
+
+TokenFile::TokenFile(const std::string& path) {
+  std::string prefix = path;
+  if (path.ends_with(".idx") || path.ends_with(".bin")) prefix.resize(path.size() - 4);
+  // An index beside a .bin makes it Megatron's, whose tokens may begin with anything.
+  if (path.ends_with(".idx") || exists(prefix + ".idx"))
+    open_megatron(prefix + ".idx", prefix + ".bin");
+  else
+    open_llmc(path);
+}
+
+void TokenFile::open_llmc(const std::string& path) {
+  file_ = std::make_shared<MappedFile>(path);
+  const auto magic = file_->at<std::int32_t>(0);
+  if (magic != llmc::magic_u16 && magic != llmc::magic_u32)
+    fail_config(
+        "'{}': magic at byte 0 is {}, must be {} (u16 tokens) or {} (u32 tokens); there is no Megatron index beside it",
+        path, magic, llmc::magic_u16, llmc::magic_u32);
+  type_ = magic == llmc::magic_u16 ? TokenType::u16 : TokenType::u32;
+  const auto version = file_->at<std::int32_t>(4);
+  const auto expected = magic == llmc::magic_u16 ? llmc::version_u16 : llmc::version_u32;
+  if (version != expected) fail_config("'{}': version at byte 4 is {}, must be {}", path, version, expected);
+  const auto count = file_->at<std::int32_t>(8);
+  if (count < 1) fail_config("'{}': number of tokens at byte 8 is {}, must be at least 1", path, count);
+  size_ = static_cast<std::uint64_t>(count);
+  offset_ = llmc::header_bytes;
+  if (file_->size() != offset_ + size_ * bytes_of(type_))
+    fail_config("'{}': has {} bytes, must have {}: a header of {} and the {} tokens of {} bytes that byte 8 says", path,
+                file_->size(), offset_ + size_ * bytes_of(type_), offset_, size_, bytes_of(type_));
+}
+
+void TokenFile::open_megatron(const std::string& index_path, const std::string& path) {
+  const MappedFile index(index_path);
+  if (index.size() < megatron::header_bytes || std::memcmp(index.data(), megatron::magic, megatron::magic_bytes) != 0)
+    fail_config("'{}': does not begin with the {} bytes MMIDIDX\\0\\0 and a header of {} bytes", index_path,
+                megatron::magic_bytes, megatron::header_bytes);
+  const auto version = index.at<std::uint64_t>(megatron::version_at);
+  if (version != 1) fail_config("'{}': version at byte {} is {}, must be 1", index_path, megatron::version_at, version);
+  type_ = megatron_type(index);
+  const auto width = bytes_of(type_);
+
+  const auto sequences = index.at<std::uint64_t>(megatron::sequences_at);
+  const auto bounds = index.at<std::uint64_t>(megatron::documents_at);
+  // Compared before they are multiplied, so that no product overflows.
+  if (sequences < 1 || sequences > index.size())
+    fail_config("'{}': number of sequences at byte {} is {}, must be 1 to what {} bytes can hold", index_path,
+                megatron::sequences_at, sequences, index.size());
+  if (bounds < 2 || bounds > index.size())
+    fail_config("'{}': number of document bounds at byte {} is {}, must be 2 to what {} bytes can hold", index_path,
+                megatron::documents_at, bounds, index.size());
+  const auto lengths_at = megatron::header_bytes, pointers_at = lengths_at + 4 * sequences;
+  const auto documents_at = pointers_at + 8 * sequences;
+  if (index.size() != documents_at + 8 * bounds)
+    fail_config("'{}': has {} bytes, must have {}: {} sequences and {} document bounds", index_path, index.size(),
+                documents_at + 8 * bounds, sequences, bounds);
+
+  std::uint64_t end = 0;
+  for (std::uint64_t at = 0; at < sequences; ++at) {
+    const auto length = index.at<std::int32_t>(lengths_at + 4 * at);
+    if (length < 0)
+      fail_config("'{}': length of sequence {} at byte {} is {}, must not be negative", index_path, at, lengths_at + 4 * at,
+                  length);
+    const auto pointer = index.at<std::int64_t>(pointers_at + 8 * at);
+    if (pointer < 0 || static_cast<std::uint64_t>(pointer) != end)
+      fail_config("'{}': pointer of sequence {} at byte {} is {}, must be {}, where the one before it ends", index_path, at,
+                  pointers_at + 8 * at, pointer, end);
+    end += static_cast<std::uint64_t>(length) * width;
+  }
+  std::int64_t before = 0;
+  for (std::uint64_t at = 0; at < bounds; ++at) {
+    const auto bound = index.at<std::int64_t>(documents_at + 8 * at);
+    const auto least = before, most = at == 0 ? 0 : static_cast<std::int64_t>(sequences);
+    if (bound < least || bound > most || (at + 1 == bounds && bound != most))
+      fail_config("'{}': document bound {} at byte {} is {}, must be {} to {}", index_path, at, documents_at + 8 * at, bound,
+                  at + 1 == bounds ? most : least, most);
+    before = bound;
+  }
+  if (end == 0) fail_config("'{}': holds no token", index_path);
+
+  file_ = std::make_shared<MappedFile>(path);
+  if (file_->size() != end)
+    fail_config("'{}': has {} bytes, must have the {} that '{}' says", path, file_->size(), end, index_path);
+  size_ = end / width;
+}
+
+const std::string& TokenFile::path() const { return file_->path(); }
+
+void TokenFile::copy(std::uint64_t first, std::span<std::int64_t> tokens) const {
+  require(first <= size_ && tokens.size() <= size_ - first, "'{}': {} tokens from {} asked of {}", path(), tokens.size(),
+          first, size_);
+  const auto* from = file_->data() + offset_ + first * bytes_of(type_);
+  switch (type_) {
+    case TokenType::u8: return widen<std::uint8_t>(from, tokens);
+    case TokenType::i8: return widen<std::int8_t>(from, tokens);
+    case TokenType::u16: return widen<std::uint16_t>(from, tokens);
+    case TokenType::i16: return widen<std::int16_t>(from, tokens);
+    case TokenType::u32: return widen<std::uint32_t>(from, tokens);
+    case TokenType::i32: return widen<std::int32_t>(from, tokens);
+    case TokenType::i64: return widen<std::int64_t>(from, tokens);
+  }
+}
+
+std::int64_t TokenFile::token(std::uint64_t index) const {
+  std::int64_t value = 0;
+  copy(index, {&value, 1});
+  return value;
+}
+
+void TokenFile::check_tokens(std::int64_t vocab) const {
+  require(vocab > 0, "vocabulary is {}, must be positive", vocab);
+  // Taken as unsigned, a negative token is larger than any vocabulary.
+  const auto width = bytes_of(type_);
+  const auto largest = largest_unsigned(file_->data() + offset_, size_, width);
+  const bool has_sign =
+      type_ == TokenType::i8 || type_ == TokenType::i16 || type_ == TokenType::i32 || type_ == TokenType::i64;
+  const auto negative = has_sign ? std::uint64_t{1} << (8 * width - 1) : std::numeric_limits<std::uint64_t>::max();
+  if (largest < static_cast<std::uint64_t>(vocab) && largest < negative) return;
+  for (std::uint64_t at = 0; at < size_; ++at) {
+    const auto value = token(at);
+    if (value < 0 || value >= vocab)
+      fail_config("'{}': token {} at byte {} is {}, must be 0 to {}, below the vocabulary of {}", path(), at,
+                  offset_ + at * width, value, vocab - 1, vocab);
+  }
+}
+
+}  // namespace bonfire
