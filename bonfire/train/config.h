@@ -28,8 +28,8 @@ struct BONFIRE_API Config {
   struct Model {
     std::string preset;
     std::string type = "llama";
-    // Its `type` is the one above as an enumerator, set by resolve().
-    plan::ModelSpec spec = {.positions = 0, .convolutions = {64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0}};
+    // Its `type` is the one above as an enumerator, and what 0 stands for is filled in, once the Config is resolved.
+    plan::ModelSpec spec = {.positions = 0};
   } model;
 
   struct Data {
@@ -101,7 +101,7 @@ struct BONFIRE_API Config {
   std::int64_t ranks() const { return layout.pipeline * layout.replicate * layout.shard * layout.context * layout.tensor; }
   std::int64_t data_ranks() const { return layout.replicate * layout.shard; }
   bool reads_tokens() const {
-    return model.type == "llama" || model.type == "gpt2" || (model.type == "mlp" && !model.spec.features);
+    return model.type == "llama" || model.type == "gpt2" || (model.type == "mlp" && !model.spec.inputs);
   }
 };
 

@@ -61,7 +61,7 @@ void resolve_model(Config& config) {
              fmt::format("the model has model.positions = {}; allowed: at most that", spec.positions));
   }
   try {
-    plan::validate(spec);
+    spec = plan::resolve(spec);
   } catch (const ConfigError& error) {
     // It names the key first; the place in the file is ours to say.
     const std::string what = error.what();
