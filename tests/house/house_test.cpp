@@ -45,6 +45,12 @@ TEST(House, TestsMirrorTheRooms) {
     if (!entry.is_directory()) continue;
     EXPECT_TRUE(allowed.contains(entry.path().filename())) << entry.path() << " is the name of no room";
   }
+  for (const auto& [room, unused] : rooms_of_the_house()) {
+    const std::string source = std::string(BONFIRE_SOURCE_DIR) + (room == "cli" ? "/cli" : "/bonfire/" + room);
+    if (!std::filesystem::exists(source + "/CMakeLists.txt")) continue;
+    const std::string tests = std::string(BONFIRE_SOURCE_DIR) + "/tests/" + room + "/CMakeLists.txt";
+    EXPECT_TRUE(std::filesystem::exists(tests)) << "room " << room << " has no tests: " << tests;
+  }
 }
 
 // Below: each rule is shown a file that breaks it.
