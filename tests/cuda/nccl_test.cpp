@@ -1,0 +1,172 @@
+#include <gtest/gtest.h>
+
+#include <tuple>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "bonfire/base/clock.h"
+#include "bonfire/comm/device.h"
+#include "bonfire/comm/recorder.h"
+#include "tests/support/gpu_ranks.h"
+
+namespace bonfire {
+namespace {
+
+using testing::run_gpu_ranks;
+
+void expect_equal(const at::Tensor& got, const at::Tensor& want) {
+  EXPECT_TRUE(at::equal(got.cpu(), want.cpu())) << "got " << got << "\nwant " << want;
+}
+
+void wait_for_gpu(c10::Device device) { c10::impl::VirtualGuardImpl(c10::kCUDA).synchronizeDevice(device.index()); }
+
+class Nccl : public ::testing::TestWithParam<int> {
+ protected:
+  int ranks() const { return GetParam(); }
+};
+
+// Small whole numbers, which every dtype and every sum of them holds exactly.
+at::Tensor value(int rank, std::int64_t elements, at::TensorOptions options) {
+  return (at::arange(elements) % 5 + rank + 1).to(at::kDouble).to(options.device(), options.dtype().toScalarType());
+}
+
+TEST_P(Nccl, EveryCollectiveInEveryDtype) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  run_gpu_ranks(ranks(), [&](World& world) {
+    const Group& group = world.group();
+    const int rank = group.rank(), size = group.size();
+    const std::int64_t part = 6, whole = part * size;
+    for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kLong, at::kByte}) {
+      SCOPED_TRACE(c10::toString(dtype));
+      const auto options = at::TensorOptions().dtype(dtype).device(world.device());
+      const auto mine = [&](std::int64_t elements) { return value(rank, elements, options); };
+      auto sum = at::zeros({whole}, at::kDouble), most = value(size - 1, whole, at::TensorOptions().dtype(at::kDouble));
+      std::vector<at::Tensor> each;
+      for (int other = 0; other < size; ++other) {
+        sum += value(other, whole, at::TensorOptions().dtype(at::kDouble));
+        each.push_back(value(other, part, options));
+      }
+      if (dtype != at::kByte) {
+        auto all = mine(whole);
+        group.all_reduce(all).wait();
+        expect_equal(all, sum.to(dtype));
+        all = mine(whole);
+        group.all_reduce(all, Reduce::max).wait();
+        expect_equal(all, most.to(dtype));
+        if (dtype != at::kLong) {
+          all = mine(whole);
+          group.all_reduce(all, Reduce::average).wait();
+          EXPECT_TRUE(at::allclose(all.cpu().to(at::kDouble), sum / size, 1e-2));
+        }
+        auto scattered = at::empty({part}, options);
+        group.reduce_scatter(scattered, mine(whole)).wait();
+        expect_equal(scattered, sum.narrow(0, rank * part, part).to(dtype));
+        auto rooted = mine(whole);
+        group.reduce(rooted, size - 1).wait();
+        if (rank == size - 1) expect_equal(rooted, sum.to(dtype));
+      }
+      auto gathered = at::empty({whole}, options);
+      group.all_gather(gathered, mine(part)).wait();
+      expect_equal(gathered, at::cat(each));
+
+      auto sent = mine(part);
+      group.broadcast(sent, size / 2).wait();
+      expect_equal(sent, each[static_cast<std::size_t>(size / 2)]);
+
+      auto at_root = rank == 0 ? at::empty({whole}, options) : at::Tensor();
+      group.gather(at_root, mine(part), 0).wait();
+      if (rank == 0) expect_equal(at_root, at::cat(each));
+      auto back = at::empty({part}, options);
+      group.scatter(back, rank == 0 ? at::cat(each) : at::Tensor(), 0).wait();
+      expect_equal(back, each[static_cast<std::size_t>(rank)]);
+
+      auto exchanged = at::empty({whole}, options);
+      group.all_to_all(exchanged, mine(whole)).wait();
+      std::vector<at::Tensor> want;
+      for (int other = 0; other < size; ++other) want.push_back(value(other, whole, options).narrow(0, rank * part, part));
+      expect_equal(exchanged, at::cat(want));
+
+      const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
+      auto received = at::empty({part}, options);
+      const std::vector<Message> ring{{Message::Way::send, mine(part), next}, {Message::Way::receive, received, previous}};
+      group.batch(ring).wait();
+      expect_equal(received, each[static_cast<std::size_t>(previous)]);
+    }
+    group.barrier().wait();
+    EXPECT_EQ(group.sum(rank), size * (size - 1) / 2.0);
+    EXPECT_EQ(group.max(rank), size - 1.0);
+  });
+}
+
+TEST_P(Nccl, MeshGroupsReduceAlongTheirAxis) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  if (ranks() != 4) GTEST_SKIP() << "needs four ranks";
+  run_gpu_ranks(ranks(), [&](World& world) {
+    const Mesh mesh = world.mesh({.replicate = 2, .shard = 2});
+    const int rank = world.rank();
+    EXPECT_EQ(mesh.group(Axis::replicate).sum(rank), rank % 2 == 0 ? 0 + 2 : 1 + 3);
+    EXPECT_EQ(mesh.group(Axis::shard).sum(rank), rank < 2 ? 0 + 1 : 2 + 3);
+    EXPECT_EQ(mesh.group(Axis::data).sum(rank), 0 + 1 + 2 + 3);
+  });
+}
+
+// The recorder's times are the GPU's: one collective after the other, each inside the time between issue and the end.
+TEST_P(Nccl, TheRecorderListsWhatRanAndWhen) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  run_gpu_ranks(ranks(), [&](World& world) {
+    const auto options = at::TensorOptions().device(world.device());
+    auto a = at::ones({1 << 20}, options), b = at::ones({1 << 18}, options);
+    world.group().barrier().wait();
+    wait_for_gpu(world.device());
+    world.recorder().start();
+    const Nanoseconds begin = now_ns();
+    Work first = world.group().all_reduce(a), second = world.group().all_reduce(b);
+    first.wait();
+    second.wait();
+    wait_for_gpu(world.device());
+    const auto records = world.recorder().records();
+    ASSERT_EQ(records.size(), 2u);
+    EXPECT_EQ(records[0].what, (Collective{CollectiveKind::all_reduce, Axis::world, 4 << 20}));
+    EXPECT_EQ(records[1].what, (Collective{CollectiveKind::all_reduce, Axis::world, 4 << 18}));
+    EXPECT_EQ(records[0].stream, "nccl world");
+    EXPECT_GE(records[0].start, begin);
+    EXPECT_GT(records[0].end, records[0].start);
+    EXPECT_GE(records[1].start, records[0].end);
+    EXPECT_GT(records[1].end, records[1].start);
+  });
+}
+
+// A lower bound on time is the law of an emulated link, and computing goes on while it is busy.
+TEST_P(Nccl, CollectivesQueueOnAnEmulatedLink) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  run_gpu_ranks(ranks(), [&](World& world) {
+    const auto options = at::TensorOptions().device(world.device());
+    const Group slow = world.group().over({.latency_seconds = 0.05, .bytes_per_second = 0});
+    auto a = at::ones({1000}, options), b = at::ones({1000}, options);
+    world.group().barrier().wait();
+    wait_for_gpu(world.device());
+    world.recorder().start();
+    const Nanoseconds begin = now_ns();
+    Work first = slow.all_reduce(a), second = slow.all_reduce(b);
+    const auto free = at::ones({10}, options).sum().item<float>();  // waits for the current stream, not for the link
+    EXPECT_EQ(free, 10);
+    EXPECT_FALSE(second.done());
+    first.wait();
+    second.wait();
+    EXPECT_EQ(b[0].item<float>(), static_cast<float>(world.size()));
+    EXPECT_GE(now_ns() - begin, 99'000'000);
+    wait_for_gpu(world.device());
+    const auto records = world.recorder().records();
+    ASSERT_EQ(records.size(), 2u);
+    EXPECT_GE(records[0].end - records[0].start, 49'000'000);
+    EXPECT_GE(records[1].end - records[0].start, 99'000'000);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, Nccl, ::testing::Values(2, 4));
+
+}  // namespace
+}  // namespace bonfire
