@@ -1,0 +1,128 @@
+#include "bonfire/comm/failure.h"
+
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <tuple>
+
+#include <nlohmann/json.hpp>
+
+#include "bonfire/base/error.h"
+
+namespace bonfire {
+namespace {
+
+using nlohmann::json;
+
+constexpr const char* kKinds[] = {"exception", "configuration", "communication", "stall"};
+
+// Bytes of a rank's output need not be text.
+std::string dump(const json& value) { return value.dump(-1, ' ', false, json::error_handler_t::replace); }
+
+json note_to_json(const FailureNote& note) {
+  return {{"kind", kKinds[static_cast<int>(note.kind)]}, {"message", note.message}, {"at", note.at}};
+}
+
+FailureNote note_from_json(const json& value) {
+  FailureNote note;
+  const std::string kind = value.at("kind").get<std::string>();
+  for (int i = 0; i < 4; ++i)
+    if (kind == kKinds[i]) note.kind = static_cast<FailureNote::Kind>(i);
+  note.message = value.at("message").get<std::string>();
+  note.at = value.at("at").get<std::int64_t>();
+  return note;
+}
+
+}  // namespace
+
+void write_failure_note(const std::string& file, const FailureNote& note) {
+  // Renamed into place: a reader sees all of it or nothing.
+  const std::string part = file + ".part";
+  std::ofstream(part) << dump(note_to_json(note)) << '\n';
+  std::error_code ignored;
+  std::filesystem::rename(part, file, ignored);
+}
+
+std::optional<FailureNote> read_failure_note(const std::string& file) {
+  std::ifstream stream(file);
+  if (!stream) return std::nullopt;
+  try {
+    return note_from_json(json::parse(stream));
+  } catch (const json::exception&) {
+    return std::nullopt;
+  }
+}
+
+std::string signal_name(int signal) {
+  const char* name = sigabbrev_np(signal);
+  return name != nullptr ? fmt::format("SIG{} (signal {})", name, signal) : fmt::format("signal {}", signal);
+}
+
+std::string cause_of(const RankFailure& failure) {
+  if (failure.note && failure.note->kind == FailureNote::Kind::stall) return failure.note->message;
+  std::string cause;
+  if (failure.signal != 0) {
+    cause = fmt::format("rank {} was killed by {}", failure.rank, signal_name(failure.signal));
+    if (failure.note) cause += ": " + failure.note->message;
+  } else if (failure.note) {
+    cause = fmt::format("rank {} failed: {}", failure.rank, failure.note->message);
+  } else {
+    cause = fmt::format("rank {} ended with exit code {}", failure.rank, failure.code);
+  }
+  return cause;
+}
+
+std::string report_of(const RankFailure& failure) {
+  std::string report = cause_of(failure);
+  if (failure.last_lines.empty()) return report;
+  report += fmt::format("\n  last lines of rank {}{}:", failure.rank,
+                        failure.log_file.empty() ? "" : fmt::format(" ({})", failure.log_file));
+  for (const std::string& line : failure.last_lines) report += "\n  | " + line;
+  return report;
+}
+
+const RankFailure& first_failure(const std::vector<RankFailure>& failures) {
+  require(!failures.empty(), "no failure to choose from");
+  // A rank that lost its peer is a victim. One that was killed cannot have been; one that threw something else may.
+  const auto order = [](const RankFailure& failure) {
+    const bool victim = failure.note && failure.note->kind == FailureNote::Kind::communication;
+    return std::tuple(victim ? 2 : failure.signal != 0 ? 0 : 1, failure.note ? failure.note->at : failure.at);
+  };
+  const RankFailure* first = &failures.front();
+  for (const RankFailure& failure : failures)
+    if (order(failure) < order(*first)) first = &failure;
+  return *first;
+}
+
+std::string encode(const RankFailure& failure) {
+  return dump({{"rank", failure.rank},
+               {"node", failure.node},
+               {"code", failure.code},
+               {"signal", failure.signal},
+               {"note", failure.note ? note_to_json(*failure.note) : json()},
+               {"at", failure.at},
+               {"last_lines", failure.last_lines},
+               {"log_file", failure.log_file}});
+}
+
+std::optional<RankFailure> decode_failure(const std::string& text) {
+  try {
+    const json value = json::parse(text);
+    RankFailure failure;
+    failure.rank = value.at("rank").get<int>();
+    failure.node = value.at("node").get<int>();
+    failure.code = value.at("code").get<int>();
+    failure.signal = value.at("signal").get<int>();
+    if (!value.at("note").is_null()) failure.note = note_from_json(value.at("note"));
+    failure.at = value.at("at").get<std::int64_t>();
+    failure.last_lines = value.at("last_lines").get<std::vector<std::string>>();
+    failure.log_file = value.at("log_file").get<std::string>();
+    return failure;
+  } catch (const json::exception&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace bonfire

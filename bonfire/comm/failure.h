@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bonfire/base/api.h"
+
+namespace bonfire {
+
+// Why a rank says it failed: what it leaves in its error file before it goes, for whoever started it.
+struct FailureNote {
+  // `communication`: another rank was lost, so this one is probably not where it began. `stall`: the watchdog ended the run.
+  enum class Kind { exception, configuration, communication, stall };
+  Kind kind = Kind::exception;
+  std::string message = {};
+  std::int64_t at = 0;  // now_ns() when it was noticed
+};
+
+BONFIRE_API void write_failure_note(const std::string& file, const FailureNote& note);
+// Nothing where there is no such file or it is not whole.
+BONFIRE_API std::optional<FailureNote> read_failure_note(const std::string& file);
+
+// How one rank ended, other than well.
+struct RankFailure {
+  int rank = 0;
+  int node = 0;
+  int code = 0;    // exit code; meaningless where signal is not 0
+  int signal = 0;  // that killed it
+  std::optional<FailureNote> note = {};
+  std::int64_t at = 0;  // when the launcher saw it
+  std::vector<std::string> last_lines = {};
+  std::string log_file = {};
+};
+
+// "rank 2 was killed by SIGKILL (signal 9)", "rank 1 failed: std::bad_alloc".
+BONFIRE_API std::string cause_of(const RankFailure& failure);
+// The cause and the last lines of the rank's output.
+BONFIRE_API std::string report_of(const RankFailure& failure);
+// "SIGKILL (signal 9)".
+BONFIRE_API std::string signal_name(int signal);
+
+// Of several that failed at nearly the same time, the one that made the others fail. REQUIRES: not empty.
+BONFIRE_API const RankFailure& first_failure(const std::vector<RankFailure>& failures);
+
+// The wire form, between launchers of several nodes.
+BONFIRE_API std::string encode(const RankFailure& failure);
+BONFIRE_API std::optional<RankFailure> decode_failure(const std::string& text);
+
+}  // namespace bonfire

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <chrono>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bonfire/base/api.h"
+#include "bonfire/base/log.h"
+#include "bonfire/comm/environment.h"
+#include "bonfire/comm/failure.h"
+#include "bonfire/comm/socket.h"
+
+namespace bonfire {
+
+// Whose output reaches the terminal. Every rank's goes to its file.
+enum class Echo { all, first, none };  // all: each line prefixed with its rank; first: rank 0's, as it is
+
+struct LauncherOptions {
+  std::vector<std::string> program = {};  // and its arguments
+  int ranks = 1;                          // on this node
+  int nodes = 1;
+  int node = 0;
+  // Where the ranks meet; node 0's launcher listens there. Port 0: a free one (one node only).
+  Endpoint master = {"127.0.0.1", 0};
+  std::string token = {};  // empty: a fresh one (one node), or job_token() (several)
+  int max_restarts = 0;
+  std::filesystem::path log_folder = {};  // rank-N.log; empty: a temporary folder, removed when all went well
+  Echo echo = Echo::all;
+  // How long ranks that must end (another one failed) have between SIGTERM and SIGKILL.
+  std::chrono::milliseconds grace = std::chrono::seconds(5);
+  // How long ranks have that were asked to end by a signal to the launcher, which may save first.
+  std::chrono::milliseconds stop_grace = std::chrono::seconds(60);
+  Variables variables = {};  // for the ranks, beyond this process's own
+  Log log{};
+};
+
+struct LaunchOutcome {
+  int exit_code = 0;  // 0 done, 1 failed, 2 a rank refused its configuration, 3 stopped on request after saving
+  std::optional<RankFailure> failure;  // the first one of the last attempt
+  int restarts = 0;
+  std::filesystem::path log_folder;
+};
+
+// Starts the ranks of this node and stays until all have ended. The first failure is reported, the others are ended, and
+// all are started again up to `max_restarts` times. No rank outlives the launcher, even where that is killed. SIGINT,
+// SIGTERM, SIGHUP and SIGUSR1 are passed on to the ranks meanwhile. Throws ConfigError before anything starts.
+// REQUIRES: called from a thread that lives until it returns (the kernel ends the ranks when their parent thread ends).
+BONFIRE_API LaunchOutcome launch_ranks(LauncherOptions options);
+
+// The secret of a job whose processes are started apart from each other: BONFIRE_TOKEN, or else made from the user's own
+// key file (~/.config/bonfire/key, made on first use, readable by nobody else) and the job's name, so that it is the same
+// wherever the home folder is.
+BONFIRE_API std::string job_token(const Variables& variables, const std::string& job);
+
+}  // namespace bonfire

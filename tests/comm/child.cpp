@@ -1,0 +1,120 @@
+#include "tests/comm/child.h"
+
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <random>
+#include <thread>
+
+#include <gtest/gtest.h>
+
+#include "bonfire/comm/environment.h"
+
+namespace bonfire::test {
+
+using namespace std::chrono_literals;
+
+Child::Child(std::vector<std::string> arguments, std::map<std::string, std::string> variables) {
+  std::string name = (std::filesystem::temp_directory_path() / "bonfire-test-XXXXXX").string();
+  const int fd = mkstemp(name.data());
+  file_ = name;
+  Variables environment = process_variables();
+  for (const auto& [key, value] : variables) environment[key] = value;
+  std::erase_if(environment, [&](const auto& entry) { return variables.contains(entry.first) && entry.second.empty(); });
+  std::vector<std::string> entries;
+  for (const auto& [key, value] : environment) entries.push_back(key + "=" + value);
+  std::vector<char*> argv, envp;
+  for (std::string& argument : arguments) argv.push_back(argument.data());
+  for (std::string& entry : entries) envp.push_back(entry.data());
+  argv.push_back(nullptr);
+  envp.push_back(nullptr);
+  pid_ = fork();
+  if (pid_ == 0) {
+    dup2(fd, STDOUT_FILENO);
+    dup2(fd, STDERR_FILENO);
+    execvpe(argv[0], argv.data(), envp.data());
+    _exit(127);
+  }
+  close(fd);
+}
+
+Child::~Child() {
+  if (running()) {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  std::filesystem::remove(file_);
+}
+
+bool Child::running() {
+  if (reaped_) return false;
+  int status = 0;
+  if (waitpid(pid_, &status, WNOHANG) != pid_) return true;
+  reaped_ = true;
+  code_ = WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
+  return false;
+}
+
+int Child::wait(std::chrono::milliseconds most) {
+  EXPECT_TRUE(eventually([this] { return !running(); }, most)) << "still running; it said:\n" << output();
+  return reaped_ ? code_ : -999;
+}
+
+std::string Child::output() const { return read_file(file_); }
+
+bool Child::said(const std::string& text, std::chrono::milliseconds most) {
+  const bool found = eventually([&] { return output().find(text) != std::string::npos; }, most);
+  EXPECT_TRUE(found) << "not said: " << text << "\nbut:\n" << output();
+  return found;
+}
+
+bool eventually(const std::function<bool()>& condition, std::chrono::milliseconds most) {
+  const auto until = std::chrono::steady_clock::now() + most;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() >= until) return false;
+    std::this_thread::sleep_for(5ms);
+  }
+  return true;
+}
+
+std::vector<pid_t> processes_with(const std::string& text) {
+  std::vector<pid_t> found;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    const std::string name = entry.path().filename();
+    if (name.find_first_not_of("0123456789") != std::string::npos || std::stoi(name) == getpid()) continue;
+    // A process that has ended and waits for its parent has neither.
+    const std::string words = read_file(entry.path() / "environ") + read_file(entry.path() / "cmdline");
+    if (words.find(text) != std::string::npos) found.push_back(std::stoi(name));
+  }
+  return found;
+}
+
+Folder::Folder() {
+  std::string name = (std::filesystem::temp_directory_path() / "bonfire-test-XXXXXX").string();
+  path_ = mkdtemp(name.data());
+}
+
+Folder::~Folder() {
+  std::error_code ignored;
+  std::filesystem::remove_all(path_, ignored);
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream stream(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
+}
+
+std::uint64_t random_seed() {
+  const char* given = std::getenv("BONFIRE_TEST_SEED");
+  const std::uint64_t seed = given != nullptr ? std::stoull(given) : std::random_device{}();
+  std::cout << "BONFIRE_TEST_SEED=" << seed << std::endl;
+  return seed;
+}
+
+}  // namespace bonfire::test
