@@ -1,0 +1,35 @@
+#pragma once
+
+#include <memory>
+
+#include "bonfire/base/api.h"
+#include "bonfire/comm/group.h"
+#include "bonfire/plan/layout.h"
+#include "bonfire/shard/flat_parameter.h"
+
+namespace bonfire {
+
+// How the gradient of a flat parameter becomes its average over the replicas: the communication hook. The engine calls the
+// three in this order, each for one bucket after the other, in an order that is the same on all ranks.
+class BONFIRE_API Reduction {
+ public:
+  virtual ~Reduction() = default;
+
+  // Stream: while backward still runs. Must not wait for other ranks. `bucket` numbers the flat parameter.
+  virtual void begin(std::size_t bucket, FlatParameter& flat) = 0;
+  // When backward has ended: a second exchange, for those that need one.
+  virtual void advance(std::size_t bucket, FlatParameter& flat) {}
+  // The gradient is the average when this returns (GPU: on the current stream).
+  virtual void end(std::size_t bucket, FlatParameter& flat) = 0;
+  // The buckets were made anew; what is remembered by bucket is void.
+  virtual void reset() {}
+};
+
+struct ReductionOptions {
+  plan::Compression compression = plan::Compression::none;
+  int powersgd_rank = 4;
+};
+
+BONFIRE_API std::shared_ptr<Reduction> make_reduction(const Group& replicas, const ReductionOptions& options);
+
+}  // namespace bonfire

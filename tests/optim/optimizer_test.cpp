@@ -1,0 +1,177 @@
+#include "bonfire/optim/optimizer.h"
+
+#include <gtest/gtest.h>
+
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
+
+#include "bonfire/comm/world.h"
+#include "bonfire/optim/clip.h"
+#include "bonfire/optim/grad_scaler.h"
+#include "bonfire/optim/learning_rate.h"
+#include "bonfire/shard/engine.h"
+
+namespace bonfire {
+namespace {
+
+// Two layers with equal weights, one trained by torch's optimizer and one by ours, on equal gradients.
+struct Pair {
+  Pair() {
+    ours->to(at::kDouble);
+    theirs->to(at::kDouble);
+    const at::NoGradGuard no_grad;
+    theirs->weight.copy_(ours->weight);
+    theirs->bias.copy_(ours->bias);
+  }
+
+  static at::Tensor loss(torch::nn::Linear& layer, int step) {
+    const auto x = at::arange(5, at::kDouble).add(step).sin();
+    return layer->forward(x).sub(1).pow(2).sum();
+  }
+
+  void expect_equal() const {
+    EXPECT_TRUE(at::allclose(ours->weight, theirs->weight, 1e-10, 1e-12));
+    EXPECT_TRUE(at::allclose(ours->bias, theirs->bias, 1e-10, 1e-12));
+  }
+
+  torch::nn::Linear ours{5, 3}, theirs{5, 3};
+};
+
+template <class Ours>
+void train_both(Pair& pair, Engine& engine, Ours& ours, torch::optim::Optimizer& theirs) {
+  for (int step = 0; step < 6; ++step) {
+    engine.backward(Pair::loss(pair.ours, step));
+    ours.step();
+    theirs.zero_grad();
+    Pair::loss(pair.theirs, step).backward();
+    theirs.step();
+    pair.expect_equal();
+  }
+}
+
+TEST(Optimizer, AdamIsTorchsWithItsOptions) {
+  for (const bool amsgrad : {false, true}) {
+    Pair pair;
+    Engine engine = shard(World().mesh({}), pair.ours);
+    Adam ours(engine, {.lr = 0.01, .beta1 = 0.8, .beta2 = 0.95, .weight_decay = 0.1, .amsgrad = amsgrad});
+    torch::optim::Adam theirs(pair.theirs->parameters(), torch::optim::AdamOptions(0.01).betas({0.8, 0.95}).weight_decay(0.1).amsgrad(amsgrad));
+    train_both(pair, engine, ours, theirs);
+  }
+}
+
+TEST(Optimizer, SgdIsTorchsWithItsOptions) {
+  for (const bool nesterov : {false, true}) {
+    Pair pair;
+    Engine engine = shard(World().mesh({}), pair.ours);
+    Sgd ours(engine, {.lr = 0.01, .momentum = 0.9, .weight_decay = 0.1, .nesterov = nesterov});
+    torch::optim::SGD theirs(pair.theirs->parameters(), torch::optim::SGDOptions(0.01).momentum(0.9).weight_decay(0.1).nesterov(nesterov));
+    train_both(pair, engine, ours, theirs);
+  }
+}
+
+TEST(Optimizer, MaximizeClimbs) {
+  Pair pair;
+  Engine engine = shard(World().mesh({}), pair.ours);
+  Adam ours(engine, {.lr = 0.01, .maximize = true});
+  const double before = Pair::loss(pair.ours, 0).item<double>();
+  for (int step = 0; step < 10; ++step) {
+    engine.backward(Pair::loss(pair.ours, 0));
+    ours.step();
+  }
+  EXPECT_GT(Pair::loss(pair.ours, 0).item<double>(), before);
+}
+
+TEST(Optimizer, RulesGiveParametersTheirOwnSettings) {
+  Pair pair;
+  Engine engine = shard(World().mesh({}), pair.ours);
+  const auto weight = pair.ours->weight.detach().clone(), bias = pair.ours->bias.detach().clone();
+  Sgd ours(engine, {.lr = 1, .weight_decay = 0.5, .rules = {no_decay_below_two_dims()}});
+  // A gradient of zero: only the decay moves anything.
+  engine.backward(Pair::loss(pair.ours, 0) * 0);
+  ours.step();
+  EXPECT_TRUE(at::allclose(pair.ours->weight, weight * 0.5));
+  EXPECT_TRUE(at::equal(pair.ours->bias, bias));
+
+  Sgd slow(engine, {.lr = 1, .rules = {{[](const std::string& name, const at::Tensor&) { return name == "weight"; }, 0, 0}}});
+  const auto still = pair.ours->weight.detach().clone();
+  engine.backward(Pair::loss(pair.ours, 0));
+  slow.step();
+  EXPECT_TRUE(at::equal(pair.ours->weight, still));
+  EXPECT_FALSE(at::equal(pair.ours->bias, bias));
+}
+
+TEST(Optimizer, ClipsByTheGlobalNorm) {
+  Pair pair;
+  Engine engine = shard(World().mesh({}), pair.ours);
+  Sgd ours(engine, {.lr = 1});
+  const auto weight = pair.ours->weight.detach().clone(), bias = pair.ours->bias.detach().clone();
+  engine.backward(Pair::loss(pair.ours, 0) * 100);
+  const double norm = gradient_norm(engine);
+  const auto result = ours.step({.clip = 0.25});
+  EXPECT_DOUBLE_EQ(result.gradient_norm, norm);
+  EXPECT_GT(norm, 0.25);
+  const double moved = std::sqrt((pair.ours->weight - weight).pow(2).sum().item<double>() + (pair.ours->bias - bias).pow(2).sum().item<double>());
+  EXPECT_NEAR(moved, 0.25, 1e-6);
+  EXPECT_EQ(clip_factor(0.2, 0.25), 1);
+  EXPECT_EQ(clip_factor(100, 0), 1);
+}
+
+TEST(GradScaler, SkipsOverflowsAndRecovers) {
+  Pair pair;
+  Engine engine = shard(World().mesh({}), pair.ours);
+  Adam ours(engine, {.lr = 0.01});
+  GradScaler scaler({.scale = 1024, .growth_interval = 2});
+  const auto before = pair.ours->weight.detach().clone();
+  engine.backward(scaler.scale(Pair::loss(pair.ours, 0) * std::numeric_limits<double>::infinity()));
+  EXPECT_TRUE(ours.step({.scaler = &scaler}).skipped);
+  EXPECT_TRUE(at::equal(pair.ours->weight, before));
+  EXPECT_EQ(scaler.scale(), 512);
+  EXPECT_EQ(scaler.skipped(), 1);
+  EXPECT_EQ(ours.steps(), 0);
+
+  // The scale cancels exactly: a power of two.
+  Engine plain = shard(World().mesh({}), pair.theirs);
+  Adam theirs(plain, {.lr = 0.01});
+  for (int step = 0; step < 2; ++step) {
+    engine.backward(scaler.scale(Pair::loss(pair.ours, step)));
+    EXPECT_FALSE(ours.step({.scaler = &scaler}).skipped);
+    plain.backward(Pair::loss(pair.theirs, step));
+    theirs.step();
+  }
+  EXPECT_TRUE(at::equal(pair.ours->weight, pair.theirs->weight));
+  EXPECT_EQ(scaler.scale(), 1024);
+}
+
+TEST(Optimizer, NonFiniteGradientsCanBeSkipped) {
+  Pair pair;
+  Engine engine = shard(World().mesh({}), pair.ours);
+  Sgd ours(engine, {.lr = 1});
+  const auto before = pair.ours->weight.detach().clone();
+  engine.backward(Pair::loss(pair.ours, 0) * std::nan(""));
+  const auto result = ours.step({.skip_non_finite = true});
+  EXPECT_TRUE(result.skipped);
+  EXPECT_TRUE(std::isnan(result.gradient_norm));
+  EXPECT_TRUE(at::equal(pair.ours->weight, before));
+  engine.backward(Pair::loss(pair.ours, 0));
+  EXPECT_FALSE(ours.step({.skip_non_finite = true}).skipped);
+  EXPECT_TRUE(pair.ours->weight.isfinite().all().item<bool>());
+}
+
+TEST(LearningRate, WarmsUpAndDecays) {
+  const LearningRate cosine{.peak = 1, .least = 0.1, .warmup = 10, .steps = 110, .decay = Decay::cosine};
+  EXPECT_DOUBLE_EQ(cosine.at(0), 0.1);
+  EXPECT_DOUBLE_EQ(cosine.at(9), 1);
+  EXPECT_DOUBLE_EQ(cosine.at(10), 1);
+  EXPECT_NEAR(cosine.at(60), 0.55, 1e-12);
+  EXPECT_NEAR(cosine.at(110), 0.1, 1e-12);
+  EXPECT_NEAR(cosine.at(1000), 0.1, 1e-12);
+  const LearningRate linear{.peak = 1, .least = 0, .warmup = 0, .steps = 100, .decay = Decay::linear};
+  EXPECT_NEAR(linear.at(25), 0.75, 1e-12);
+  const LearningRate constant{.peak = 1, .steps = 100};
+  EXPECT_EQ(constant.at(99), 1);
+  for (int step = 10; step < 109; ++step) EXPECT_GT(cosine.at(step), cosine.at(step + 1));
+}
+
+}  // namespace
+}  // namespace bonfire

@@ -1,0 +1,410 @@
+#include "bonfire/shard/engine.h"
+
+#include <gtest/gtest.h>
+
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/base/random.h"
+#include "bonfire/comm/recorder.h"
+#include "bonfire/optim/optimizer.h"
+#include "tests/support/ranks.h"
+
+namespace bonfire {
+namespace {
+
+using testing::run_ranks;
+
+at::Tensor numbers(at::IntArrayRef shape, std::uint64_t seed, at::ScalarType dtype = at::kDouble) {
+  auto values = at::empty(shape, at::kDouble);
+  const Random random(seed);
+  for (std::int64_t at = 0; at < values.numel(); ++at) values.data_ptr<double>()[at] = random.normal(at);
+  return values.to(dtype);
+}
+
+// A plain module, unmarked: nothing in it knows of Bonfire. `extra` is used only when asked for, `frozen` never learns, and
+// `first` is used twice.
+struct Plain : torch::nn::Module {
+  explicit Plain(at::ScalarType dtype = at::kDouble) {
+    first = register_module("first", torch::nn::Linear(6, 6));
+    frozen = register_module("frozen", torch::nn::Linear(6, 6));
+    extra = register_module("extra", torch::nn::Linear(6, 6));
+    last = register_module("last", torch::nn::Linear(6, 2));
+    to(dtype);
+    const at::NoGradGuard no_grad;
+    std::uint64_t seed = 100;
+    for (auto& parameter : parameters()) parameter.copy_(numbers(parameter.sizes(), ++seed).mul(0.3));
+    for (auto& parameter : frozen->parameters()) parameter.set_requires_grad(false);
+  }
+
+  at::Tensor forward(const at::Tensor& x, bool use_extra = true) {
+    auto y = first->forward(first->forward(x).tanh()).tanh();
+    y = frozen->forward(y);
+    if (use_extra) y = y + extra->forward(y).tanh();
+    return last->forward(y);
+  }
+
+  torch::nn::Linear first{nullptr}, frozen{nullptr}, extra{nullptr}, last{nullptr};
+};
+
+struct Case {
+  int accumulation = 1;
+  plan::BucketOptions buckets{.bucket_bytes = 200, .first_bucket_bytes = 50};
+  bool adam = true;
+  std::function<bool(int step)> use_extra = [](int) { return true; };
+  std::optional<at::ScalarType> compute{};
+  ReductionOptions reduction{};
+  at::ScalarType dtype = at::kDouble;
+  double clip = 0.5;
+};
+
+constexpr int samples = 12, steps = 4;
+
+// Trains `Plain` and gives back rank 0's final parameters as one vector.
+at::Tensor train(int ranks, const Case& run, std::vector<double>* losses = nullptr) {
+  at::Tensor result;
+  run_ranks(ranks, [&](World& world) {
+    Plain model(run.dtype);
+    Engine engine = shard(world.mesh({.replicate = ranks}), model,
+                          {.compute = run.compute, .buckets = run.buckets, .reduction = run.reduction});
+    std::unique_ptr<Optimizer> optimizer;
+    if (run.adam)
+      optimizer = std::make_unique<AdamW>(engine, AdamOptions{.lr = 0.05, .weight_decay = 0.1});
+    else
+      optimizer = std::make_unique<Sgd>(engine, SgdOptions{.lr = 0.1, .momentum = 0.9});
+    const int part = samples / ranks / run.accumulation;
+    const auto input_dtype = run.compute.value_or(run.dtype);
+    for (int step = 0; step < steps; ++step) {
+      const auto x = numbers({samples, 6}, step, input_dtype), y = numbers({samples, 2}, 1000 + step, input_dtype);
+      double sum = 0;
+      for (int micro = 0; micro < run.accumulation; ++micro) {
+        const auto begin = world.rank() * (samples / ranks) + micro * part;
+        const auto out = model.forward(x.narrow(0, begin, part), run.use_extra(step));
+        const auto loss = (out - y.narrow(0, begin, part)).pow(2).to(at::kDouble).mean() / run.accumulation;
+        sum += loss.item<double>();
+        if (micro + 1 < run.accumulation)
+          engine.accumulate(loss);
+        else
+          engine.backward(loss);
+      }
+      optimizer->step({.clip = run.clip});
+      const double mean = world.group().sum(sum) / ranks;
+      if (losses && world.rank() == 0) losses->push_back(mean);
+    }
+    engine.check_equal();
+    if (world.rank() != 0) return;
+    std::vector<at::Tensor> flat;
+    for (auto& parameter : model.parameters()) flat.push_back(parameter.detach().to(at::kDouble).reshape(-1));
+    result = at::cat(flat);
+  });
+  return result;
+}
+
+double distance(const at::Tensor& a, const at::Tensor& b) { return ((a - b).norm() / b.norm()).item<double>(); }
+
+// Law 1: any number of ranks gives the weights of one.
+TEST(DataParallel, AnyNumberOfRanksGivesTheWeightsOfOne) {
+  for (const bool adam : {true, false})
+    for (const int accumulation : {1, 3}) {
+      const Case run{.accumulation = accumulation, .adam = adam};
+      const auto alone = train(1, {.adam = adam});
+      for (const int ranks : {1, 2, 3, 4}) {
+        if (samples % (ranks * accumulation) != 0) continue;
+        EXPECT_LT(distance(train(ranks, run), alone), 1e-12) << ranks << " ranks, accumulation " << accumulation;
+      }
+    }
+}
+
+// The engine with one rank is what torch itself does.
+TEST(DataParallel, OneRankIsTorch) {
+  Plain model;
+  torch::optim::AdamW optimizer(model.parameters(), torch::optim::AdamWOptions(0.05).weight_decay(0.1));
+  for (int step = 0; step < steps; ++step) {
+    optimizer.zero_grad();
+    const auto x = numbers({samples, 6}, step), y = numbers({samples, 2}, 1000 + step);
+    (model.forward(x) - y).pow(2).mean().backward();
+    double squares = 0;
+    for (auto& parameter : model.parameters())
+      if (parameter.grad().defined()) squares += parameter.grad().pow(2).sum().item<double>();
+    const double norm = std::sqrt(squares);
+    for (auto& parameter : model.parameters())
+      if (parameter.grad().defined() && norm > 0.5) parameter.mutable_grad().mul_(0.5 / (norm + 1e-6));
+    optimizer.step();
+  }
+  std::vector<at::Tensor> flat;
+  for (auto& parameter : model.parameters()) flat.push_back(parameter.detach().reshape(-1));
+  EXPECT_LT(distance(train(1, {}), at::cat(flat)), 1e-12);
+}
+
+// How parameters are cut into buckets changes nothing but the collectives. (The norm that clips is a sum over buckets, so
+// with clipping its last bit could change.)
+TEST(DataParallel, BucketsDoNotMatter) {
+  const auto small = train(2, {.buckets = {.bucket_bytes = 1, .first_bucket_bytes = 1}, .clip = 0});
+  EXPECT_TRUE(at::equal(small, train(2, {.buckets = {.bucket_bytes = 1 << 20, .first_bucket_bytes = 1 << 20}, .clip = 0})));
+}
+
+TEST(DataParallel, TwoRunsGiveEqualBits) { EXPECT_TRUE(at::equal(train(3, {}), train(3, {}))); }
+
+TEST(DataParallel, UnusedParametersContributeZero) {
+  const Case sometimes{.use_extra = [](int step) { return step % 2 == 1; }};
+  const auto alone = train(1, sometimes);
+  for (const int ranks : {2, 3}) EXPECT_LT(distance(train(ranks, sometimes), alone), 1e-12);
+}
+
+TEST(DataParallel, UnusedOnSomeRanksOnly) {
+  run_ranks(2, [](World& world) {
+    Plain model;
+    Engine engine = shard(world.mesh({.replicate = 2}), model, {.buckets = {.bucket_bytes = 1, .first_bucket_bytes = 1}});
+    for (int step = 0; step < 3; ++step) {
+      engine.backward(model.forward(numbers({4, 6}, 7), world.rank() == step % 2).pow(2).mean());
+      // Half of what one rank alone computes, since the other contributes zero.
+      Plain reference;
+      reference.forward(numbers({4, 6}, 7)).pow(2).mean().backward();
+      EXPECT_LT(distance(model.extra->weight.grad(), reference.extra->weight.grad() / 2), 1e-12);
+      EXPECT_FALSE(model.frozen->weight.grad().defined());
+      engine.spend_gradients();
+    }
+  });
+}
+
+// Gradients are reduced while backward runs: when the last ones arrive, the first buckets are on their way.
+TEST(DataParallel, ReductionBeginsBeforeBackwardEnds) {
+  run_ranks(2, [](World& world) {
+    Plain model;
+    Engine engine = shard(world.mesh({.replicate = 2}), model, {.buckets = {.bucket_bytes = 1, .first_bucket_bytes = 1}});
+    Nanoseconds end_of_backward = 0;
+    auto x = numbers({4, 6}, 7).set_requires_grad(true);
+    engine.backward(model.forward(x).pow(2).mean());
+    engine.spend_gradients();
+    world.recorder().start();
+    // The gradient of the input comes last of all.
+    x.register_hook([&](const at::Tensor&) { end_of_backward = now_ns(); });
+    engine.backward(model.forward(x).pow(2).mean());
+    world.recorder().stop();
+    const auto records = world.recorder().records();
+    ASSERT_EQ(records.size(), 6u);  // first, extra and last: a weight and a bias each
+    EXPECT_LT(records[3].start, end_of_backward);
+  });
+}
+
+TEST(DataParallel, AccumulationMovesNothing) {
+  run_ranks(2, [](World& world) {
+    Plain model;
+    Engine engine = shard(world.mesh({.replicate = 2}), model);
+    engine.backward(model.forward(numbers({4, 6}, 7)).pow(2).mean());
+    engine.spend_gradients();
+    world.recorder().start();
+    for (int micro = 0; micro < 3; ++micro) engine.accumulate(model.forward(numbers({4, 6}, 7)).pow(2).mean());
+    EXPECT_TRUE(world.recorder().records().empty());
+    engine.backward(model.forward(numbers({4, 6}, 7)).pow(2).mean());
+    EXPECT_EQ(world.recorder().records().size(), 1u);
+  });
+}
+
+TEST(DataParallel, TorchOptimizersWorkToo) {
+  at::Tensor ours, theirs;
+  for (const bool plain : {false, true})
+    run_ranks(2, [&](World& world) {
+      Plain model;
+      Engine engine = shard(world.mesh({.replicate = 2}), model);
+      AdamW own(engine, {.lr = 0.05, .weight_decay = 0.1});
+      torch::optim::AdamW torchs(model.parameters(), torch::optim::AdamWOptions(0.05).weight_decay(0.1));
+      for (int step = 0; step < steps; ++step) {
+        if (plain) torchs.zero_grad();
+        engine.backward(model.forward(numbers({4, 6}, step * 2 + world.rank())).pow(2).mean());
+        plain ? void(torchs.step()) : void(own.step());
+      }
+      if (world.rank() == 0) (plain ? theirs : ours) = model.first->weight.detach().clone();
+    });
+  EXPECT_LT(distance(ours, theirs), 1e-12);
+}
+
+TEST(DataParallel, FreezingAndThawingBetweenSteps) {
+  run_ranks(2, [](World& world) {
+    Plain model;
+    Engine engine = shard(world.mesh({.replicate = 2}), model);
+    AdamW optimizer(engine, {.lr = 0.05});
+    const auto step = [&] {
+      engine.backward(model.forward(numbers({4, 6}, 3)).pow(2).mean());
+      optimizer.step();
+    };
+    step();
+    const auto before = model.last->weight.detach().clone(), other = model.first->weight.detach().clone();
+    model.last->weight.set_requires_grad(false);
+    step();
+    EXPECT_TRUE(at::equal(model.last->weight, before));
+    EXPECT_FALSE(at::equal(model.first->weight, other));
+    model.last->weight.set_requires_grad(true);
+    step();
+    EXPECT_FALSE(at::equal(model.last->weight, before));
+    engine.check_equal();
+  });
+}
+
+TEST(DataParallel, RanksMayRunOutOfData) {
+  run_ranks(3, [](World& world) {
+    Plain model;
+    Engine engine = shard(world.mesh({.replicate = 3}), model, {.uneven_inputs = true});
+    Sgd optimizer(engine, {.lr = 0.1});
+    Plain reference;
+    // Rank r has r + 1 batches. In step s the ranks that still have one are averaged.
+    for (int step = 0; step <= world.rank(); ++step) {
+      engine.backward(model.forward(numbers({4, 6}, 10 * world.rank() + step)).pow(2).mean());
+      optimizer.step();
+    }
+    engine.finish([&] { optimizer.step(); });
+    for (int step = 0; step < 3; ++step) {
+      at::Tensor loss = at::zeros({}, at::kDouble);
+      for (int rank = step; rank < 3; ++rank) loss = loss + reference.forward(numbers({4, 6}, 10 * rank + step)).pow(2).mean() / (3 - step);
+      reference.zero_grad();
+      loss.backward();
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : reference.parameters())
+        if (parameter.grad().defined()) parameter.sub_(parameter.grad() * 0.1);
+    }
+    for (std::size_t at = 0; at < model.parameters().size(); ++at) EXPECT_LT(distance(model.parameters()[at], reference.parameters()[at]), 1e-12);
+  });
+}
+
+TEST(DataParallel, BuffersAreKeptEqual) {
+  run_ranks(2, [](World& world) {
+    torch::nn::BatchNorm1d norm(torch::nn::BatchNorm1dOptions(6));
+    Engine engine = shard(world.mesh({.replicate = 2}), norm);
+    engine.backward(norm->forward(numbers({4, 6}, world.rank(), at::kFloat)).pow(2).mean());
+    EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), 1);
+    const double sum = norm->running_mean.sum().item<double>();
+    EXPECT_NE(sum, 0);
+    EXPECT_EQ(world.group().max(sum), sum);
+    EXPECT_EQ(-world.group().max(-sum), sum);
+  });
+}
+
+std::string error_of(int ranks, const std::function<void(World&)>& body) {
+  try {
+    run_ranks(ranks, body);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(DataParallel, ParametersAreCheckedAtTheStart) {
+  const auto different = [](World& world) {
+    Plain model;
+    if (world.rank() == 1) {
+      const at::NoGradGuard no_grad;
+      model.extra->bias[3] += 1e-9;
+    }
+    Engine engine = shard(world.mesh({.replicate = 2}), model);
+  };
+  EXPECT_NE(error_of(2, different).find("parameter 'extra.bias' differs between rank 0 and rank 1"), std::string::npos) << error_of(2, different);
+
+  const auto other_shape = [](World& world) {
+    torch::nn::Linear model(4, world.rank() + 1);
+    Engine engine = shard(world.mesh({.replicate = 2}), model);
+  };
+  EXPECT_NE(error_of(2, other_shape).find("has another name, shape or dtype on rank 1 than on rank 0"), std::string::npos);
+
+  run_ranks(3, [](World& world) {
+    torch::nn::Linear model(4, 4);  // torch's own, unequal on each rank
+    Engine engine = shard(world.mesh({.replicate = 3}), model, {.start = Start::broadcast});
+    engine.check_equal();
+  });
+}
+
+TEST(DataParallel, BackwardGoesThroughTheEngine) {
+  World world;
+  Plain model;
+  Engine engine = shard(world.mesh({}), model);
+  try {
+    model.forward(numbers({4, 6}, 7)).pow(2).mean().backward();
+    FAIL();
+  } catch (const std::exception& error) {
+    EXPECT_NE(std::string(error.what()).find("call engine.backward(loss) instead of loss.backward()"), std::string::npos) << error.what();
+  }
+}
+
+TEST(DataParallel, MixedPrecisionKeepsMasters) {
+  std::vector<double> exact, rounded;
+  train(2, {.dtype = at::kFloat}, &exact);
+  train(2, {.compute = at::kBFloat16, .dtype = at::kFloat}, &rounded);
+  for (int step = 0; step < steps; ++step) EXPECT_NEAR(rounded[step], exact[step], 0.03 * exact[step]);
+
+  run_ranks(1, [](World& world) {
+    Plain model(at::kFloat);
+    Engine engine = shard(world.mesh({}), model, {.compute = at::kBFloat16});
+    EXPECT_EQ(model.first->weight.scalar_type(), at::kBFloat16);
+    EXPECT_EQ(engine.flats().front()->master().scalar_type(), at::kFloat);
+    EXPECT_EQ(engine.flats().front()->gradient().scalar_type(), at::kFloat);
+    // Steps far smaller than bf16 can tell apart add up in the masters.
+    Sgd optimizer(engine, {.lr = 1e-5});
+    const auto before = model.last->weight.detach().clone();
+    for (int step = 0; step < 3; ++step) {
+      engine.backward(model.forward(numbers({4, 6}, 7, at::kBFloat16)).pow(2).mean());
+      optimizer.step();
+    }
+    EXPECT_TRUE(at::equal(model.last->weight, before));
+    bool moved = false;
+    for (auto& flat : engine.flats()) moved |= !at::equal(flat->master(), flat->low_precision().to(at::kFloat));
+    EXPECT_TRUE(moved);
+  });
+}
+
+TEST(Compression, HalfTheBytesAndNearlyTheSameGradients) {
+  for (const auto compression : {plan::Compression::bf16, plan::Compression::fp16}) {
+    run_ranks(2, [&](World& world) {
+      Plain model(at::kFloat), reference(at::kFloat);
+      const Mesh mesh = world.mesh({.replicate = 2});
+      Engine engine = shard(mesh, model, {.reduction = {.compression = compression}});
+      Engine exact = shard(mesh, reference);
+      const auto x = numbers({4, 6}, world.rank(), at::kFloat);
+      world.recorder().start();
+      engine.backward(model.forward(x).pow(2).mean());
+      const auto compressed_bytes = world.recorder().records().front().what.bytes;
+      world.recorder().clear();
+      exact.backward(reference.forward(x).pow(2).mean());
+      EXPECT_EQ(compressed_bytes * 2, world.recorder().records().front().what.bytes);
+      EXPECT_LT(distance(model.first->weight.grad(), reference.first->weight.grad()), 0.01);
+    });
+  }
+}
+
+// What PowerSGD leaves out of one step it sends in a later one: a constant gradient arrives whole in the long run.
+TEST(Compression, PowerSgdFeedsItsErrorBack) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Linear model(torch::nn::LinearOptions(16, 12).bias(true));
+    model->to(at::kDouble);
+    Engine engine = shard(world.mesh({.replicate = 2}), model, {.start = Start::broadcast, .reduction = {.compression = plan::Compression::powersgd, .powersgd_rank = 2}});
+    const auto gradient = [&](int rank) { return numbers({12, 16}, 50 + rank); };
+    const auto mean = (gradient(0) + gradient(1)) / 2;
+    auto sum = at::zeros({12, 16}, at::kDouble);
+    double error_of_one = 0;
+    const int repeats = 60;
+    for (int step = 0; step < repeats; ++step) {
+      engine.backward((model->weight * gradient(world.rank())).sum() + model->bias.sum() * (world.rank() + 1));
+      EXPECT_NEAR(model->bias.grad()[0].item<double>(), 1.5, 1e-12);  // vectors travel exactly
+      if (step == 0) error_of_one = distance(model->weight.grad(), mean);
+      sum += model->weight.grad();
+      engine.spend_gradients();
+    }
+    EXPECT_GT(error_of_one, 0.3);
+    EXPECT_LT(distance(sum / repeats, mean), error_of_one / 5);
+  });
+}
+
+TEST(Compression, PowerSgdIsExactForLowRankGradients) {
+  run_ranks(3, [](World& world) {
+    torch::nn::Linear model(torch::nn::LinearOptions(16, 12).bias(false));
+    model->to(at::kDouble);
+    Engine engine = shard(world.mesh({.replicate = 3}), model, {.start = Start::broadcast, .reduction = {.compression = plan::Compression::powersgd, .powersgd_rank = 2}});
+    // All ranks' gradients are multiples of one matrix of rank 2.
+    const auto low = numbers({12, 2}, 1).mm(numbers({2, 16}, 2));
+    engine.backward((model->weight * low * (world.rank() + 1)).sum());
+    EXPECT_LT(distance(model->weight.grad(), low * 2), 1e-9);
+  });
+}
+
+}  // namespace
+}  // namespace bonfire
