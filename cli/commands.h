@@ -14,6 +14,7 @@ inline constexpr int kFailed = 1;
 inline constexpr int kBadRequest = 2;
 inline constexpr int kStoppedAfterSaving = 3;
 
+void add_doctor(CLI::App& program, int& exit_code);
 void add_launch(CLI::App& program, int& exit_code);
 
 }  // namespace bonfire::cli

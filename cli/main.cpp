@@ -26,6 +26,7 @@ int main(int argc, char** argv) {
   program.set_version_flag("--version", "bonfire " BONFIRE_VERSION " (LibTorch " BONFIRE_TORCH_VERSION ")");
   program.require_subcommand(1);
   add_launch(program, exit_code);
+  add_doctor(program, exit_code);
 
   try {
     program.parse(argc, argv);
