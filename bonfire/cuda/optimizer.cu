@@ -1,0 +1,213 @@
+#include "bonfire/cuda/optimizer.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <initializer_list>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace bonfire::cuda {
+namespace {
+
+constexpr int threads = 256;
+constexpr int width = 4;  // elements that a thread moves at once
+
+template <class T>
+struct alignas(sizeof(T) * width) Pack {
+  T at[width];
+};
+
+__device__ float load(float x) { return x; }
+__device__ double load(double x) { return x; }
+__device__ float load(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ float load(__half x) { return __half2float(x); }
+
+template <class C>
+__device__ void store_low(void* low, Element type, std::int64_t at, C value) {
+  switch (type) {
+    case Element::f32: static_cast<float*>(low)[at] = static_cast<float>(value); break;
+    case Element::f64: static_cast<double*>(low)[at] = static_cast<double>(value); break;
+    case Element::bf16: static_cast<__nv_bfloat16*>(low)[at] = __float2bfloat16_rn(static_cast<float>(value)); break;
+    case Element::f16: static_cast<__half*>(low)[at] = __float2half_rn(static_cast<float>(value)); break;
+  }
+}
+
+template <class C>
+struct AdamBuffersOf {
+  C* p;
+  C* m;
+  C* v;
+  C* top;
+};
+
+template <class C>
+struct AdamConstants {
+  C scale, decay, keep, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, root_correction, eps;
+};
+
+template <class C>
+__device__ void adam_one(C& p, C g, C& m, C& v, C* top, const AdamConstants<C>& k) {
+  const C gradient = g * k.scale + k.decay * p;
+  m = k.beta1 * m + k.one_minus_beta1 * gradient;
+  v = k.beta2 * v + k.one_minus_beta2 * gradient * gradient;
+  C second = v;
+  if (top) second = *top = *top < v ? v : *top;
+  p = p * k.keep - k.step_size * m / (sqrt(second) / k.root_correction + k.eps);
+}
+
+// `packs` groups of `width` elements through aligned loads, then the rest one by one.
+template <class C, class G>
+__global__ void adam_kernel(AdamBuffersOf<C> b, const G* g, void* low, Element low_type, const double* scale, std::int64_t n,
+                            std::int64_t packs, AdamConstants<C> k) {
+  if (scale) k.scale *= static_cast<C>(*scale);
+  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (std::int64_t i = first; i < packs; i += stride) {
+    Pack<C> p = reinterpret_cast<Pack<C>*>(b.p)[i], m = reinterpret_cast<Pack<C>*>(b.m)[i],
+            v = reinterpret_cast<Pack<C>*>(b.v)[i];
+    Pack<C> top{};
+    if (b.top) top = reinterpret_cast<Pack<C>*>(b.top)[i];
+    const Pack<G> gradients = reinterpret_cast<const Pack<G>*>(g)[i];
+    for (int j = 0; j < width; ++j) {
+      adam_one<C>(p.at[j], static_cast<C>(load(gradients.at[j])), m.at[j], v.at[j], b.top ? &top.at[j] : nullptr, k);
+      if (low) store_low(low, low_type, i * width + j, p.at[j]);
+    }
+    reinterpret_cast<Pack<C>*>(b.p)[i] = p;
+    reinterpret_cast<Pack<C>*>(b.m)[i] = m;
+    reinterpret_cast<Pack<C>*>(b.v)[i] = v;
+    if (b.top) reinterpret_cast<Pack<C>*>(b.top)[i] = top;
+  }
+  for (std::int64_t i = packs * width + first; i < n; i += stride) {
+    adam_one<C>(b.p[i], static_cast<C>(load(g[i])), b.m[i], b.v[i], b.top ? b.top + i : nullptr, k);
+    if (low) store_low(low, low_type, i, b.p[i]);
+  }
+}
+
+template <class C>
+struct SgdConstants {
+  C scale, decay, lr, old_momentum, fresh, ahead, weight;
+};
+
+template <class C, class G>
+__global__ void sgd_kernel(C* p, const G* g, C* momentum, void* low, Element low_type, const double* scale, std::int64_t n,
+                           SgdConstants<C> k) {
+  if (scale) k.scale *= static_cast<C>(*scale);
+  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += stride) {
+    const C gradient = static_cast<C>(load(g[i])) * k.scale + k.decay * p[i];
+    C direction = gradient;
+    if (momentum) {
+      // Not read at the first step, when it may hold anything.
+      const C moved = (k.old_momentum == C(0) ? C(0) : k.old_momentum * momentum[i]) + k.fresh * gradient;
+      momentum[i] = moved;
+      direction = k.ahead * gradient + k.weight * moved;
+    }
+    p[i] -= k.lr * direction;
+    if (low) store_low(low, low_type, i, p[i]);
+  }
+}
+
+__device__ double sum_of_block(double value) {
+  __shared__ double sums[threads];
+  sums[threadIdx.x] = value;
+  for (int half = threads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  return sums[0];
+}
+
+template <class T>
+__global__ void squares_kernel(const T* data, std::int64_t n, double* sums) {
+  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  double sum = 0;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += stride) {
+    const double value = load(data[i]);
+    sum += value * value;
+  }
+  sum = sum_of_block(sum);
+  if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+}
+
+__global__ void sum_kernel(const double* sums, int n, double* result) {
+  double sum = 0;
+  for (int i = threadIdx.x; i < n; i += threads) sum += sums[i];
+  sum = sum_of_block(sum);
+  if (threadIdx.x == 0) *result = sum;
+}
+
+int blocks_for(std::int64_t work) {
+  return static_cast<int>(std::min<std::int64_t>(std::max<std::int64_t>((work + threads - 1) / threads, 1), 8192));
+}
+
+bool aligned(std::initializer_list<const void*> pointers, std::size_t bytes) {
+  return std::all_of(pointers.begin(), pointers.end(),
+                     [&](const void* p) { return reinterpret_cast<std::uintptr_t>(p) % bytes == 0; });
+}
+
+template <class Body>
+void with_type(Element type, const Body& body) {
+  switch (type) {
+    case Element::f32: return body(float{});
+    case Element::f64: return body(double{});
+    case Element::bf16: return body(__nv_bfloat16{});
+    case Element::f16: return body(__half{});
+  }
+}
+
+template <class Body>
+void with_types(const StepMemory& memory, const Body& body) {
+  with_type(memory.gradient, [&](auto g) {
+    if (memory.compute == Element::f64)
+      body(double{}, g);
+    else
+      body(float{}, g);
+  });
+}
+
+}  // namespace
+
+void launch_adam(const StepMemory& memory, const AdamMemory& state, const AdamNumbers& numbers, cudaStream_t stream) {
+  with_types(memory, [&](auto c, auto t) {
+    using C = decltype(c);
+    using G = decltype(t);
+    const AdamConstants<C> k{
+        static_cast<C>(numbers.scale),     static_cast<C>(numbers.decay),     static_cast<C>(numbers.keep),
+        static_cast<C>(numbers.beta1),     static_cast<C>(1 - numbers.beta1), static_cast<C>(numbers.beta2),
+        static_cast<C>(1 - numbers.beta2), static_cast<C>(numbers.step_size), static_cast<C>(numbers.root_correction),
+        static_cast<C>(numbers.eps)};
+    const AdamBuffersOf<C> b{static_cast<C*>(memory.parameters), static_cast<C*>(state.exp_avg),
+                             static_cast<C*>(state.exp_avg_sq), static_cast<C*>(state.max_exp_avg_sq)};
+    const bool packed = aligned({b.p, b.m, b.v, b.top}, sizeof(Pack<C>)) && aligned({memory.gradients}, sizeof(Pack<G>));
+    const std::int64_t packs = packed ? memory.elements / width : 0;
+    adam_kernel<C, G><<<blocks_for(packed ? packs : memory.elements), threads, 0, stream>>>(
+        b, static_cast<const G*>(memory.gradients), memory.low_precision, memory.low, memory.scale, memory.elements, packs,
+        k);
+  });
+}
+
+void launch_sgd(const StepMemory& memory, void* momentum, const SgdNumbers& numbers, cudaStream_t stream) {
+  with_types(memory, [&](auto c, auto t) {
+    using C = decltype(c);
+    using G = decltype(t);
+    const SgdConstants<C> k{static_cast<C>(numbers.scale), static_cast<C>(numbers.decay),
+                            static_cast<C>(numbers.lr),    static_cast<C>(numbers.old_momentum),
+                            static_cast<C>(numbers.fresh), static_cast<C>(numbers.ahead),
+                            static_cast<C>(numbers.weight)};
+    sgd_kernel<C, G><<<blocks_for(memory.elements), threads, 0, stream>>>(
+        static_cast<C*>(memory.parameters), static_cast<const G*>(memory.gradients), static_cast<C*>(momentum),
+        memory.low_precision, memory.low, memory.scale, memory.elements, k);
+  });
+}
+
+void launch_sum_of_squares(const void* data, Element type, std::int64_t elements, double* scratch, double* result,
+                           cudaStream_t stream) {
+  const int blocks = std::min(blocks_for(elements), sum_of_squares_scratch);
+  with_type(type, [&](auto t) {
+    squares_kernel<<<blocks, threads, 0, stream>>>(static_cast<const decltype(t)*>(data), elements, scratch);
+  });
+  sum_kernel<<<1, threads, 0, stream>>>(scratch, blocks, result);
+}
+
+}  // namespace bonfire::cuda

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+namespace bonfire::cuda {
+
+enum class Element { f32, f64, bf16, f16 };
+
+// What the launchers of optimizer steps get: device memory, as bonfire/kernels/optimizer.h describes it. `compute` is the
+// type of parameters and state, f32 or f64.
+struct StepMemory {
+  void* parameters = nullptr;
+  const void* gradients = nullptr;
+  void* low_precision = nullptr;  // or null
+  const double* scale = nullptr;  // or null: one element that multiplies the gradient's scale
+  std::int64_t elements = 0;
+  Element compute = Element::f32;
+  Element gradient = Element::f32;
+  Element low = Element::bf16;
+};
+
+struct AdamMemory {
+  void* exp_avg = nullptr;
+  void* exp_avg_sq = nullptr;
+  void* max_exp_avg_sq = nullptr;  // or null
+};
+
+struct AdamNumbers {
+  double scale, decay, keep, beta1, beta2, step_size, root_correction, eps;
+};
+
+struct SgdNumbers {
+  double scale, decay, lr;
+  double old_momentum, fresh;  // the new momentum is old_momentum times the old one and fresh times the gradient
+  double ahead, weight;        // the direction is ahead times the gradient and weight times the new momentum
+};
+
+void launch_adam(const StepMemory& memory, const AdamMemory& state, const AdamNumbers& numbers, cudaStream_t stream);
+// `momentum` may be null.
+void launch_sgd(const StepMemory& memory, void* momentum, const SgdNumbers& numbers, cudaStream_t stream);
+
+// Elements of `scratch` that launch_sum_of_squares needs.
+inline constexpr int sum_of_squares_scratch = 1024;
+// In an order that depends on nothing but the number of elements.
+void launch_sum_of_squares(const void* data, Element type, std::int64_t elements, double* scratch, double* result,
+                           cudaStream_t stream);
+
+}  // namespace bonfire::cuda

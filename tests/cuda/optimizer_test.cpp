@@ -1,0 +1,108 @@
+#include "bonfire/kernels/optimizer.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include <ATen/ATen.h>
+
+#include "bonfire/comm/device.h"
+#include "tests/support/gpu_ranks.h"
+
+namespace bonfire {
+namespace {
+
+using at::Tensor;
+
+const c10::Device gpu(c10::kCUDA, 0);
+
+void expect_close(const Tensor& a, const Tensor& b, double tolerance, const char* what) {
+  const Tensor x = a.cpu().to(at::kDouble), y = b.cpu().to(at::kDouble);
+  EXPECT_LE((x - y).abs().max().item<double>(), tolerance * std::max(1.0, y.abs().max().item<double>())) << what;
+}
+
+double tolerance_of(at::ScalarType type) { return type == at::kDouble ? 1e-14 : 2e-6; }
+
+// The CPU's kernels, which share no code with these, are the oracle. An odd offset makes memory that cannot be read in
+// packs.
+TEST(GpuOptimizer, AdamEqualsTheCpus) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  for (const auto type : {at::kFloat, at::kDouble})
+    for (const auto gradient_type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf})
+      for (const bool amsgrad : {false, true})
+        for (const std::int64_t offset : {0, 1}) {
+          const std::int64_t n = 70001;
+          const auto fresh = [&](const Tensor& like) { return like.narrow(0, offset, n); };
+          const Tensor start = at::randn({n + 1}, type), zeros = at::zeros({n + 1}, type);
+          const auto make = [&](c10::Device device) {
+            AdamBuffers b{.parameters = fresh(start.to(device, type, false, true)),
+                          .gradients = {},
+                          .exp_avg = fresh(zeros.to(device, type, false, true)),
+                          .exp_avg_sq = fresh(zeros.to(device, type, false, true))};
+            if (amsgrad) b.max_exp_avg_sq = fresh(zeros.to(device, type, false, true));
+            b.low_precision = at::zeros({n}, at::TensorOptions(device).dtype(at::kBFloat16));
+            b.gradient_scale = at::full({}, 0.5, at::TensorOptions(device).dtype(at::kFloat));
+            return b;
+          };
+          AdamBuffers cpu = make(c10::kCPU), device = make(gpu);
+          for (int i = 1; i <= 3; ++i) {
+            cpu.gradients = fresh(at::randn({n + 1}, gradient_type));
+            device.gradients =
+                fresh(at::cat({at::zeros({offset}, gradient_type), cpu.gradients, at::zeros({1}, gradient_type)}).to(gpu));
+            const AdamStep step{
+                .lr = 0.01, .weight_decay = 0.1, .step = i, .gradient_scale = 0.3, .decoupled = amsgrad, .maximize = i == 2};
+            adam_(cpu, step);
+            adam_(device, step);
+          }
+          expect_close(device.parameters, cpu.parameters, tolerance_of(type), "parameters");
+          expect_close(device.exp_avg, cpu.exp_avg, tolerance_of(type), "exp_avg");
+          expect_close(device.exp_avg_sq, cpu.exp_avg_sq, tolerance_of(type), "exp_avg_sq");
+          EXPECT_TRUE(device.low_precision.equal(device.parameters.to(at::kBFloat16)));
+        }
+}
+
+TEST(GpuOptimizer, SgdEqualsTheCpus) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  for (const auto type : {at::kFloat, at::kDouble})
+    for (const double momentum : {0.0, 0.9})
+      for (const bool nesterov : {false, true}) {
+        const Tensor start = at::randn({4099}, type);
+        const auto make = [&](c10::Device device) {
+          SgdBuffers b{.parameters = start.to(device, type, false, true), .gradients = {}};
+          // What is not a number must not be read at the first step.
+          b.momentum = at::full({4099}, NAN, at::TensorOptions(device).dtype(type));
+          b.low_precision = at::zeros({4099}, at::TensorOptions(device).dtype(at::kHalf));
+          return b;
+        };
+        SgdBuffers cpu = make(c10::kCPU), device = make(gpu);
+        for (int i = 1; i <= 3; ++i) {
+          cpu.gradients = at::randn({4099}, at::kBFloat16);
+          device.gradients = cpu.gradients.to(gpu);
+          const SgdStep step{.lr = 0.1,
+                             .momentum = momentum,
+                             .dampening = nesterov ? 0.0 : 0.1,
+                             .weight_decay = 0.01,
+                             .step = i,
+                             .nesterov = nesterov};
+          sgd_(cpu, step);
+          sgd_(device, step);
+        }
+        expect_close(device.parameters, cpu.parameters, tolerance_of(type), "parameters");
+        EXPECT_TRUE(device.low_precision.equal(device.parameters.to(at::kHalf)));
+      }
+}
+
+TEST(GpuOptimizer, SumOfSquaresIsExactAndRepeatable) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf})
+    for (const std::int64_t n : {0, 1, 255, 1000003}) {
+      const Tensor x = at::randn({n}, type);
+      const double want = x.to(at::kDouble).square().sum().item<double>();
+      const double got = sum_of_squares(x.to(gpu)).item<double>();
+      EXPECT_NEAR(got, want, 1e-12 * std::max(1.0, want));
+      EXPECT_EQ(sum_of_squares(x.to(gpu)).item<double>(), got);
+    }
+}
+
+}  // namespace
+}  // namespace bonfire
