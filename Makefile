@@ -52,7 +52,7 @@ peers:
 	@setup/peers.sh $(PEERS)
 
 test-peers: build peers
-	@$(PEERS)/bin/python -m unittest discover --start-directory tests/peers --pattern '*_test.py' --verbose
+	@BONFIRE_BUILD=$(BUILD) $(PEERS)/bin/python -m unittest discover --start-directory tests/peers --pattern '*_test.py' --verbose
 
 bench: command peers
 	@$(PEERS)/bin/python bench/run.py --peers $(PEERS) --command $(BUILD)/bonfire

@@ -3,29 +3,38 @@
 #
 # LIBTORCH=DIR names an existing LibTorch, or a Python torch package, instead.
 # BONFIRE_CACHE=DIR moves the cache (default: ~/.cache/bonfire), which all clones share.
+# Where there is an NVIDIA driver, or with WITH_CUDA=1, CUDA's own libraries are fetched as well.
 set -euo pipefail
 
 version=2.11.0
 if [ -n "${LIBTORCH:-}" ]; then
-  [ -f "$LIBTORCH/include/torch/headeronly/version.h" ] || { echo "LIBTORCH=$LIBTORCH has no include/torch/version.h" >&2; exit 2; }
+  [ -f "$LIBTORCH/include/torch/headeronly/version.h" ] ||
+    { echo "LIBTORCH=$LIBTORCH has no include/torch/headeronly/version.h: it is no LibTorch $version" >&2; exit 2; }
   echo "$LIBTORCH"
   exit 0
 fi
 
 cache=${BONFIRE_CACHE:-$HOME/.cache/bonfire}
 home=$cache/libtorch-$version
-if [ ! -f "$home/complete" ]; then
-  # Unpacked beside its final place and renamed, so a clone never sees half of it.
+fetch() {
+  python3 -m pip download --quiet --no-deps --only-binary=:all: --dest "$part" --python-version 312 "$@" >&2
+}
+# Things are unpacked beside their final place and renamed, so a clone never sees half of them.
+begin_part() {
   mkdir -p "$cache"
   part=$(mktemp -d "$cache/part.XXXXXX")
   trap 'rm -rf "$part"' EXIT
+}
+unpack() { mkdir "$part/wheels" && for wheel in "$part"/*.whl; do unzip -q "$wheel" -d "$part/wheels"; done; }
+
+if [ ! -f "$home/complete" ]; then
+  begin_part
   echo "fetching LibTorch $version into $home (530 MB, once)" >&2
-  fetch() { python3 -m pip download --quiet --no-deps --only-binary=:all: --dest "$part" "$@" >&2; }
   # No CPU-only wheel is on PyPI; the CPU library of this one needs the CUDA runtime and CUPTI beside it.
-  fetch --python-version 312 --implementation cp --platform manylinux_2_28_x86_64 "torch==$version"
-  fetch --python-version 312 --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 nvidia-cuda-runtime==13.0.96
-  fetch --python-version 312 --platform manylinux_2_25_x86_64 nvidia-cuda-cupti==13.0.85
-  mkdir "$part/wheels" && for wheel in "$part"/*.whl; do unzip -q "$wheel" -d "$part/wheels"; done
+  fetch --implementation cp --platform manylinux_2_28_x86_64 "torch==$version"
+  fetch --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 nvidia-cuda-runtime==13.0.96
+  fetch --platform manylinux_2_25_x86_64 nvidia-cuda-cupti==13.0.85
+  unpack
   mkdir "$part/home"
   mv "$part/wheels/torch/include" "$part/wheels/torch/lib" "$part/home/"
   find "$part/wheels/nvidia" -name 'libcudart.so.13' -exec cp {} "$part/home/lib/" \;
@@ -33,5 +42,26 @@ if [ ! -f "$home/complete" ]; then
   touch "$part/home/complete"
   rm -rf "$home"
   mv "$part/home" "$home" 2>/dev/null || [ -f "$home/complete" ]
+  rm -rf "$part"
+fi
+
+# libtorch_cuda.so looks for CUDA's libraries in ../../nvidia, seen from its own folder.
+nvidia=$cache/nvidia
+if [ ! -f "$nvidia/complete" ] && { [ -e /proc/driver/nvidia/version ] || [ "${WITH_CUDA:-}" = 1 ]; }; then
+  begin_part
+  echo "fetching CUDA's libraries into $nvidia (1.4 GB, once)" >&2
+  platforms=(--platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_18_x86_64
+             --platform manylinux_2_25_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_28_x86_64)
+  if fetch "${platforms[@]}" nvidia-cublas==13.1.0.3 nvidia-cuda-cupti==13.0.85 nvidia-cuda-nvrtc==13.0.88 \
+       nvidia-cuda-runtime==13.0.96 nvidia-cudnn-cu13==9.19.0.56 nvidia-cufft==12.0.0.61 nvidia-cufile==1.15.1.6 \
+       nvidia-curand==10.4.0.35 nvidia-cusolver==12.0.4.66 nvidia-cusparse==12.6.3.3 nvidia-cusparselt-cu13==0.8.0 \
+       nvidia-nccl-cu13==2.28.9 nvidia-nvjitlink==13.0.88 nvidia-nvshmem-cu13==3.4.5 nvidia-nvtx==13.0.85; then
+    unpack
+    touch "$part/wheels/nvidia/complete"
+    rm -rf "$nvidia"
+    mv "$part/wheels/nvidia" "$nvidia" 2>/dev/null || [ -f "$nvidia/complete" ]
+  else
+    echo "CUDA's libraries could not be fetched: the GPU will not be used, unless LIBTORCH names a Python torch that has them" >&2
+  fi
 fi
 echo "$home"

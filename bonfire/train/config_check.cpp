@@ -1,6 +1,5 @@
 #include <cctype>
 #include <filesystem>
-#include <fstream>
 
 #include "bonfire/base/error.h"
 #include "bonfire/train/config.h"
@@ -91,14 +90,11 @@ void check_data(const Config& config) {
     fail_key(config, "data.paths", "data.type = \"tokens\" needs token files; allowed: a list of at least one path");
   }
   for (const auto& path : config.data.paths) {
-    if (!std::filesystem::exists(path)) {
-      fail_key(config, "data.paths",
-               fmt::format("there is no file \"{}\" (from {}); allowed: token files that exist", path,
-                           std::filesystem::current_path().string()));
-    }
-    if (!std::filesystem::is_regular_file(path) || !std::ifstream(path)) {
-      fail_key(config, "data.paths", fmt::format("\"{}\" is not a file that can be read; allowed: token files", path));
-    }
+    // Megatron's pair of files may be named by what they have in common.
+    if (std::filesystem::exists(path) || std::filesystem::exists(path + ".bin")) continue;
+    fail_key(config, "data.paths",
+             fmt::format("there is no file \"{}\" (from {}); allowed: token files that exist", path,
+                         std::filesystem::current_path().string()));
   }
 }
 

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <string>
+
+#include "bonfire/base/api.h"
+
+namespace bonfire {
+
+// What is known about a step once it is done, the same on all ranks.
+struct StepMetrics {
+  std::int64_t step = 0;
+  double loss = 0;  // mean over the whole batch
+  double grad_norm = 0;
+  double lr = 0;
+  double tokens_per_second = 0;
+  std::int64_t memory_bytes = 0;  // peak of the largest rank
+  std::int64_t skipped = 0;       // updates left out so far
+  std::optional<double> staleness;
+  std::optional<double> eval_loss;  // on held-out data, in the steps that evaluate
+};
+
+// One line of metrics.jsonl, without its end. Numbers keep every bit of a double; what is not finite is null.
+BONFIRE_API std::string to_json(const StepMetrics& metrics);
+
+// The file metrics.jsonl: one object a step, on the disk as soon as it is written.
+class BONFIRE_API MetricsFile {
+ public:
+  // Goes on behind the steps before `first_step`: a run that was resumed writes the later ones again. A line that was cut
+  // short when the run died is dropped.
+  explicit MetricsFile(const std::filesystem::path& path, std::int64_t first_step = 0);
+  void write(const StepMetrics& metrics);
+
+ private:
+  std::filesystem::path path_;
+  std::ofstream file_;
+};
+
+}  // namespace bonfire

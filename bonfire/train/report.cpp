@@ -1,0 +1,67 @@
+#include "bonfire/train/report.h"
+
+#include <cmath>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "bonfire/base/size.h"
+
+namespace bonfire {
+namespace {
+
+// JSON has no NaN: a loss that is none is null.
+nlohmann::json number(double value) { return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json(); }
+
+std::string per_cent(double share) { return fmt::format("{:.1f}%", 100 * share); }
+
+}  // namespace
+
+std::string to_json(const TrainReport& report) {
+  nlohmann::json json{{"name", report.name},
+                      {"run_folder", report.run_folder},
+                      {"steps", report.steps},
+                      {"skipped", report.skipped},
+                      {"stopped", report.stopped},
+                      {"loss_first", number(report.loss_first)},
+                      {"loss_last", number(report.loss_last)},
+                      {"tokens_per_second", number(report.tokens_per_second)},
+                      {"step_ms", number(report.step_ms)},
+                      {"peak_memory_bytes", report.peak_memory_bytes},
+                      {"predicted_memory_bytes", report.predicted_memory_bytes},
+                      {"exposed_communication", number(report.exposed_communication)}};
+  if (report.entropy_floor) json["entropy_floor"] = *report.entropy_floor;
+  if (report.eval_loss) json["eval_loss"] = number(*report.eval_loss);
+  if (report.mfu) json["mfu"] = *report.mfu;
+  return json.dump();
+}
+
+std::string summary(const TrainReport& report) {
+  std::string out = fmt::format("{}: {}\n", report.name, report.what);
+  const auto line = [&](const char* what, const std::string& text) { out += fmt::format("  {:<8} {}\n", what, text); };
+
+  std::string loss =
+      fmt::format("{:.4f} at first, {:.4f} after {} steps", report.loss_first, report.loss_last, format_count(report.steps));
+  if (report.entropy_floor) {
+    loss += fmt::format("; the data's entropy is {:.4f}, so it is {} above the floor", *report.entropy_floor,
+                        per_cent(report.loss_last / *report.entropy_floor - 1));
+  }
+  line("loss", loss);
+  if (report.eval_loss) line("held out", fmt::format("{:.4f}", *report.eval_loss));
+  if (report.skipped) line("skipped", fmt::format("{} steps without an update", format_count(report.skipped)));
+
+  std::string speed = fmt::format("{} tokens/s, {} a step (median), {} of it waiting for other ranks",
+                                  format_count(std::llround(report.tokens_per_second)),
+                                  format_seconds(report.step_ms * 1e-3), per_cent(report.exposed_communication));
+  if (report.mfu) speed += fmt::format(", {} of the GPU's peak", per_cent(*report.mfu));
+  line("speed", speed);
+
+  const double off = static_cast<double>(report.predicted_memory_bytes) / static_cast<double>(report.peak_memory_bytes) - 1;
+  line("memory", fmt::format("{} predicted, {} measured at the peak of the largest rank ({}{})",
+                             format_bytes(report.predicted_memory_bytes), format_bytes(report.peak_memory_bytes),
+                             off < 0 ? "" : "+", per_cent(off)));
+  line("folder", report.run_folder);
+  return out;
+}
+
+}  // namespace bonfire

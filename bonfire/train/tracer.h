@@ -1,0 +1,62 @@
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bonfire/base/api.h"
+#include "bonfire/base/trace.h"
+#include "bonfire/comm/world.h"
+#include "bonfire/train/config.h"
+
+namespace bonfire {
+
+// Notes what a rank computes and communicates during the steps that [train] trace_from and trace_steps name, with real
+// timestamps: of the host on a CPU, of the device's streams on a GPU. After the last of them all ranks' notes become one
+// Chrome trace. In other steps it costs a comparison.
+class BONFIRE_API Tracer {
+ public:
+  Tracer(const World& world, const Config& config, std::filesystem::path file);
+  ~Tracer();
+
+  void begin_step(std::int64_t step);
+  // Collective at the last traced step.
+  void end_step(std::int64_t step);
+
+  // The time from its construction to its destruction, on the rank's compute track.
+  class Phase;
+  Phase phase(const char* name);
+
+ private:
+  struct Clock;  // of the device
+  bool tracing() const { return tracing_; }
+  void add(const char* name, Nanoseconds start, Nanoseconds end);
+
+  World world_;
+  std::int64_t first_;
+  std::int64_t last_;
+  std::filesystem::path file_;
+  bool tracing_ = false;
+  Trace trace_;
+  std::unique_ptr<Clock> clock_;
+};
+
+class BONFIRE_API Tracer::Phase {
+ public:
+  Phase(Tracer* tracer, const char* name);
+  ~Phase();
+  Phase(const Phase&) = delete;
+  Phase& operator=(const Phase&) = delete;
+
+ private:
+  Tracer* tracer_;  // null: not traced
+  const char* name_;
+  std::int64_t start_ = 0;  // nanoseconds on a CPU, the number of an event on a GPU
+};
+
+// The text of every rank, in their order, at rank 0; nothing elsewhere. Collective.
+BONFIRE_API std::vector<std::string> gather_text(const Group& group, const std::string& text, c10::Device device);
+
+}  // namespace bonfire
