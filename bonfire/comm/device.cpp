@@ -26,4 +26,8 @@ void set_current(c10::Device device) {
   c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
 }
 
+void synchronize(c10::Device device) {
+  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+}
+
 }  // namespace bonfire

@@ -28,4 +28,7 @@ BONFIRE_API GpuInfo gpu_info(int index);
 // Makes `device` the current one of the calling thread. For the CPU there is nothing to do.
 BONFIRE_API void set_current(c10::Device device);
 
+// Waits until everything that was issued on `device` has ended. For the CPU there is nothing to wait for.
+BONFIRE_API void synchronize(c10::Device device);
+
 }  // namespace bonfire
