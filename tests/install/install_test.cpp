@@ -1,8 +1,5 @@
 #include <gtest/gtest.h>
-#include <stdlib.h>
-#include <sys/wait.h>
 
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -11,42 +8,15 @@
 #include <fmt/format.h>
 
 #include "bonfire/base/version.h"
+#include "tests/support/shell.h"
 
 namespace bonfire {
 namespace {
 
 namespace fs = std::filesystem;
-
-struct Ended {
-  int code = -1;
-  std::string output;  // stdout and stderr
-};
-
-Ended run(const std::string& command) {
-  Ended ended;
-  FILE* pipe = popen((command + " 2>&1").c_str(), "r");
-  if (!pipe) return ended;
-  char buffer[4096];
-  while (const std::size_t bytes = fread(buffer, 1, sizeof buffer, pipe)) ended.output.append(buffer, bytes);
-  const int status = pclose(pipe);
-  ended.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  return ended;
-}
-
-class Folder {
- public:
-  Folder() {
-    std::string name = fs::temp_directory_path() / "bonfire-install-XXXXXX";
-    path_ = mkdtemp(name.data());
-  }
-  ~Folder() { fs::remove_all(path_); }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  std::string operator/(const std::string& name) const { return path_ / name; }
-
- private:
-  fs::path path_;
-};
+using testing::Folder;
+using testing::run_shell;
+using testing::Said;
 
 // A folder that looks like LibTorch of another version.
 void make_fake_libtorch(const std::string& folder, const std::string& version) {
@@ -64,16 +34,17 @@ std::string without_line_breaks(std::string text) {
   return joined;
 }
 
-void expect_says(const Ended& ended, const std::string& words) {
+void expect_says(const Said& ended, const std::string& words) {
   EXPECT_NE(without_line_breaks(ended.output).find(words), std::string::npos) << "expected: " << words << "\n"
                                                                               << ended.output;
 }
 
-class Installed : public testing::Test {
+class Installed : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
     folder_ = new Folder;
-    const auto install = run(fmt::format("cmake --install '{}' --prefix '{}'", BONFIRE_BUILD_DIR, *folder_ / "prefix"));
+    const auto install =
+        run_shell(fmt::format("cmake --install '{}' --prefix '{}'", BONFIRE_BUILD_DIR, *folder_ / "prefix"));
     ASSERT_EQ(install.code, 0) << install.output;
   }
   static void TearDownTestSuite() {
@@ -92,18 +63,18 @@ Folder* Installed::folder_ = nullptr;
 
 TEST_F(Installed, AStrangersProjectBuildsAndRuns) {
   const std::string build = *folder_ / "build";
-  auto ended = run(configure(build, "-DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS=-O0"));
+  auto ended = run_shell(configure(build, "-DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS=-O0"));
   ASSERT_EQ(ended.code, 0) << ended.output;
-  ended = run(fmt::format("cmake --build '{}'", build));
+  ended = run_shell(fmt::format("cmake --build '{}'", build));
   ASSERT_EQ(ended.code, 0) << ended.output;
-  ended = run(fmt::format("'{}/stranger'", build));
+  ended = run_shell(fmt::format("'{}/stranger'", build));
   EXPECT_EQ(ended.code, 0) << ended.output;
   expect_says(ended, "bonfire " BONFIRE_VERSION " on LibTorch " BONFIRE_TORCH_VERSION);
 }
 
 TEST_F(Installed, AnotherLibTorchStopsAStrangersConfigure) {
   make_fake_libtorch(*folder_ / "fake", "2.10.1");
-  const auto ended = run(configure(*folder_ / "refused", fmt::format("-DBONFIRE_LIBTORCH='{}'", *folder_ / "fake")));
+  const auto ended = run_shell(configure(*folder_ / "refused", fmt::format("-DBONFIRE_LIBTORCH='{}'", *folder_ / "fake")));
   EXPECT_NE(ended.code, 0);
   expect_says(ended, "is version 2.10.1; this Bonfire is built against 2.11.0 and no other");
 }
@@ -111,7 +82,7 @@ TEST_F(Installed, AnotherLibTorchStopsAStrangersConfigure) {
 TEST(Configure, AnotherLibTorchStopsIt) {
   const Folder folder;
   make_fake_libtorch(folder / "fake", "2.12.0");
-  const auto ended = run(
+  const auto ended = run_shell(
       fmt::format("cmake -S '{}' -B '{}' -DBONFIRE_LIBTORCH='{}'", BONFIRE_SOURCE_DIR, folder / "build", folder / "fake"));
   EXPECT_NE(ended.code, 0);
   expect_says(ended, "is version 2.12.0; this Bonfire is built against 2.11.0 and no other");
@@ -119,14 +90,41 @@ TEST(Configure, AnotherLibTorchStopsIt) {
 
 TEST(Configure, NoLibTorchStopsIt) {
   const Folder folder;
-  const auto ended = run(fmt::format("cmake -S '{}' -B '{}'", BONFIRE_SOURCE_DIR, folder / "build"));
+  const auto ended = run_shell(fmt::format("cmake -S '{}' -B '{}'", BONFIRE_SOURCE_DIR, folder / "build"));
   EXPECT_NE(ended.code, 0);
   expect_says(ended, "setup/libtorch.sh fetches it");
 }
 
+TEST(Setup, NamesAFolderThatIsNoLibTorch) {
+  const Folder folder;
+  const auto ended = run_shell(fmt::format("LIBTORCH='{}' '{}/setup/libtorch.sh'", folder / "nothing", BONFIRE_SOURCE_DIR));
+  EXPECT_EQ(ended.code, 2);
+  expect_says(ended, folder / "nothing");
+}
+
+TEST(Setup, UsesTheLibTorchThatIsNamedOrInTheCache) {
+  const auto named = run_shell(fmt::format("LIBTORCH='{}' '{}/setup/libtorch.sh'", BONFIRE_LIBTORCH, BONFIRE_SOURCE_DIR));
+  EXPECT_EQ(named.output, std::string(BONFIRE_LIBTORCH) + "\n");
+  const Folder cache;
+  const std::string home = cache / "libtorch-" BONFIRE_TORCH_VERSION;
+  fs::create_directories(home);
+  std::ofstream(home + "/complete");
+  fs::create_directories(cache / "nvidia");
+  std::ofstream(cache / "nvidia/complete");
+  const auto cached =
+      run_shell(fmt::format("unset LIBTORCH; BONFIRE_CACHE='{}' '{}/setup/libtorch.sh'", cache / "", BONFIRE_SOURCE_DIR));
+  EXPECT_EQ(fs::path(cached.output).lexically_normal(), fs::path(home + "\n").lexically_normal());
+}
+
+TEST(Setup, RefusesAPartItDoesNotKnow) {
+  const auto ended = run_shell(fmt::format("'{}/setup/packages.sh' garden", BONFIRE_SOURCE_DIR));
+  EXPECT_EQ(ended.code, 2);
+  expect_says(ended, "no part 'garden'");
+}
+
 // One line per symbol that leaves the library: an address, a letter, a demangled name.
 void expect_only_ours(const std::string& library, const std::string& allowed) {
-  const auto ended = run(fmt::format("nm -D --defined-only -C '{}/{}'", BONFIRE_BUILD_DIR, library));
+  const auto ended = run_shell(fmt::format("nm -D --defined-only -C '{}/{}'", BONFIRE_BUILD_DIR, library));
   ASSERT_EQ(ended.code, 0) << ended.output;
   std::istringstream lines(ended.output);
   int ours = 0;

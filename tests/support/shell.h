@@ -1,0 +1,30 @@
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+namespace bonfire::testing {
+
+struct Said {
+  int code = -1;       // -1: ended by a signal
+  std::string output;  // stdout and stderr, as they came
+};
+
+// Runs a line of shell, to its end.
+Said run_shell(const std::string& line);
+
+// A folder that goes when the test ends.
+class Folder {
+ public:
+  Folder();
+  ~Folder();
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+
+  std::string operator/(const std::string& name) const { return path_ / name; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+}  // namespace bonfire::testing
