@@ -16,5 +16,6 @@ inline constexpr int kStoppedAfterSaving = 3;
 
 void add_doctor(CLI::App& program, int& exit_code);
 void add_launch(CLI::App& program, int& exit_code);
+void add_tokens(CLI::App& program, int& exit_code);
 
 }  // namespace bonfire::cli

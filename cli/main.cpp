@@ -27,6 +27,7 @@ int main(int argc, char** argv) {
   program.require_subcommand(1);
   add_launch(program, exit_code);
   add_doctor(program, exit_code);
+  add_tokens(program, exit_code);
 
   try {
     program.parse(argc, argv);
