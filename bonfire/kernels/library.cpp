@@ -2,8 +2,29 @@
 
 // The operators of Bonfire, as torch's dispatcher knows them. The files beside this one hold their CPU implementations and,
 // for devices without one, a composition of torch's own operators; the CUDA plug-in registers its kernels for the same
-// names.
+// names. None of them records autograd's graph: the functions in the headers do.
 TORCH_LIBRARY(bonfire, m) {
+  // Norms. Without a residual `sum` comes back empty and the norm is of x.
+  m.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor normed, Tensor sum, Tensor rstd)");
+  m.def("rms_norm_backward(Tensor d_normed, Tensor? d_sum, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)");
+
+  // [batch, sequence, (heads + 2 kv_heads) * head_dim] to three [batch, heads, sequence, head_dim], q and k rotated, and
+  // back.
+  m.def("split_qkv(Tensor qkv, Tensor? cosine, Tensor? sine, int heads, int kv_heads) -> (Tensor, Tensor, Tensor)");
+  m.def("merge_qkv(Tensor q, Tensor k, Tensor v, Tensor? cosine, Tensor? sine) -> Tensor");
+
+  m.def("swiglu(Tensor gate_up) -> Tensor");
+  m.def("swiglu_backward(Tensor d_out, Tensor gate_up) -> Tensor");
+  m.def("gelu(Tensor x) -> Tensor");
+  m.def("gelu_backward(Tensor d_out, Tensor x) -> Tensor");
+
+  // Losses of each row; cross_entropy_ leaves their gradients in place of the logits.
+  m.def("cross_entropy(Tensor logits, Tensor target, int ignore_index) -> Tensor");
+  m.def("cross_entropy_(Tensor(a!) logits, Tensor target, int ignore_index) -> Tensor");
+
+  m.def("dropout(Tensor x, float p, int key, int first) -> Tensor");
+  m.def("embedding_add_(Tensor(a!) out, Tensor tokens, Tensor gradient) -> ()");
+
   m.def(
       "adam_(Tensor(a!) parameters, Tensor gradients, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? "
       "max_exp_avg_sq, "

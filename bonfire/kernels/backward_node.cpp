@@ -1,0 +1,34 @@
+#include "bonfire/kernels/backward_node.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/kernels/gradient_sink.h"
+
+namespace bonfire {
+
+torch::autograd::variable_list BackwardNode::apply(torch::autograd::variable_list&& gradients) {
+  require(!released_, "{}: backward ran twice through the same graph; keep the graph the first time (retain_graph)", name());
+  require(!at::GradMode::is_enabled(), "{} has no second derivative; run backward without create_graph", name());
+  bool any = false;
+  for (const auto& gradient : gradients) any = any || gradient.defined();
+  if (!any) return torch::autograd::variable_list(num_outputs());
+  return backward(gradients);
+}
+
+void BackwardNode::release_variables() {
+  for (auto& variable : saved_) variable.reset_data();
+  released_ = true;
+}
+
+void deliver(GradientSink& sink, const at::Tensor& gradient) {
+  bool fresh = false;
+  const at::Tensor buffer = sink.buffer(fresh);
+  if (fresh)
+    buffer.copy_(gradient.view(buffer.sizes()));
+  else
+    buffer.add_(gradient.view(buffer.sizes()));
+  sink.arrived();
+}
+
+}  // namespace bonfire

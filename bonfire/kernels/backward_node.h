@@ -1,0 +1,41 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+namespace bonfire {
+
+// A node of autograd's graph whose backward is written by hand. Lighter than torch::autograd::Function, and it may hold
+// things that are not tensors.
+class BackwardNode : public torch::autograd::Node {
+ public:
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) final;
+  void release_variables() override;
+
+  void save(const at::Tensor& tensor) { saved_.emplace_back(tensor, false); }
+
+ protected:
+  // One gradient per input, undefined where none is wanted. `gradients` has one entry per output, undefined where nothing
+  // arrived.
+  virtual torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) = 0;
+  at::Tensor saved(std::size_t index) { return saved_[index].unpack(); }
+
+ private:
+  std::vector<torch::autograd::SavedVariable> saved_;
+  bool released_ = false;
+};
+
+// A node behind the given inputs, or nothing where none of them needs a gradient.
+template <class Node, class... Inputs>
+std::shared_ptr<Node> make_node(const Inputs&... inputs) {
+  if (!torch::autograd::compute_requires_grad(inputs...)) return nullptr;
+  std::shared_ptr<Node> node(new Node(), torch::autograd::deleteNode);
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  return node;
+}
+
+}  // namespace bonfire

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+
+#include "bonfire/base/api.h"
+#include "bonfire/kernels/gradient_sink.h"
+
+namespace bonfire {
+
+struct CrossEntropyOptions {
+  std::int64_t ignore_index = -100;
+  bool mean = true;  // over the targets that are not ignored; otherwise the sum
+};
+
+// The loss of `logits` [..., classes] against the class numbers `target` [...]: one fp32 element, fp64 for fp64 logits. Sums
+// in double, in a fixed order.
+BONFIRE_API at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, const CrossEntropyOptions& options);
+
+struct LinearCrossEntropyOptions {
+  CrossEntropyOptions loss{};
+  std::shared_ptr<GradientSink> weight_sink{};
+};
+
+// cross_entropy(x weight^T, target), which holds the logits once: their gradient takes their place while a row is in the
+// cache, so that softmax and its backward are one pass.
+BONFIRE_API at::Tensor linear_cross_entropy(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& target,
+                                            const LinearCrossEntropyOptions& options);
+
+}  // namespace bonfire

@@ -1,0 +1,310 @@
+#include "bonfire/kernels/norm.h"
+
+#include <vector>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_layer_norm.h>
+#include <ATen/ops/native_layer_norm_backward.h>
+#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/kernels/backward_node.h"
+#include "bonfire/kernels/operator.h"
+#include "bonfire/kernels/vectorize.h"
+
+namespace bonfire {
+namespace {
+
+using at::Tensor;
+using cpu::compute_t;
+using cpu::load;
+using cpu::store;
+using OptionalTensor = std::optional<Tensor>;
+using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+using TwoTensors = std::tuple<Tensor, Tensor>;
+
+template <class T>
+BONFIRE_INLINE void forward_row(const T* __restrict x, const T* __restrict residual, const T* __restrict weight,
+                                T* __restrict sum, T* __restrict y, compute_t<T>* rstd, std::int64_t n, double eps) {
+  using C = compute_t<T>;
+  C squares = 0;
+  if (residual) {
+#pragma omp simd reduction(+ : squares)
+    for (std::int64_t i = 0; i < n; ++i) {
+      const T rounded = store<T>(load(x[i]) + load(residual[i]));
+      sum[i] = rounded;
+      squares += load(rounded) * load(rounded);
+    }
+    x = sum;
+  } else {
+#pragma omp simd reduction(+ : squares)
+    for (std::int64_t i = 0; i < n; ++i) squares += load(x[i]) * load(x[i]);
+  }
+  const C scale = C(1) / std::sqrt(squares / static_cast<C>(n) + static_cast<C>(eps));
+  *rstd = scale;
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) y[i] = store<T>(load(x[i]) * scale * load(weight[i]));
+}
+
+// Adds this row's part of the weight's gradient to `dw`.
+template <class T>
+BONFIRE_INLINE void backward_row(const T* __restrict dy, const T* __restrict dsum, const T* __restrict x,
+                                 const T* __restrict weight, compute_t<T> rstd, T* __restrict dx,
+                                 compute_t<T>* __restrict dw, std::int64_t n) {
+  using C = compute_t<T>;
+  C dot = 0;
+#pragma omp simd reduction(+ : dot)
+  for (std::int64_t i = 0; i < n; ++i) {
+    const C scaled = load(x[i]) * rstd, d = load(dy[i]);
+    dot += d * load(weight[i]) * scaled;
+    dw[i] += d * scaled;
+  }
+  const C mean = dot / static_cast<C>(n);
+  if (dsum) {
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i)
+      dx[i] = store<T>(load(dsum[i]) + rstd * (load(dy[i]) * load(weight[i]) - load(x[i]) * rstd * mean));
+  } else {
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i) dx[i] = store<T>(rstd * (load(dy[i]) * load(weight[i]) - load(x[i]) * rstd * mean));
+  }
+}
+
+template <class T>
+struct ForwardArguments {
+  const T *x, *residual, *weight;
+  T *sum, *y;
+  compute_t<T>* rstd;
+  std::int64_t columns;
+  double eps;
+};
+
+template <class T>
+struct BackwardArguments {
+  const T *dy, *dsum, *x, *weight;
+  const compute_t<T>* rstd;
+  T* dx;
+  std::int64_t columns;
+};
+
+template <class T>
+BONFIRE_INLINE void forward_loop(const ForwardArguments<T>& a, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t row = begin; row < end; ++row) {
+    const std::int64_t at = row * a.columns;
+    forward_row<T>(a.x + at, a.residual ? a.residual + at : nullptr, a.weight, a.residual ? a.sum + at : nullptr, a.y + at,
+                   a.rstd + row, a.columns, a.eps);
+  }
+}
+
+template <class T>
+BONFIRE_INLINE void backward_loop(const BackwardArguments<T>& a, compute_t<T>* dw, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t row = begin; row < end; ++row) {
+    const std::int64_t at = row * a.columns;
+    backward_row<T>(a.dy + at, a.dsum ? a.dsum + at : nullptr, a.x + at, a.weight, a.rstd[row], a.dx + at, dw, a.columns);
+  }
+}
+
+#define BONFIRE_NORM_KERNELS(T)                                                                          \
+  BONFIRE_CLONES void forward_rows(const ForwardArguments<T>& a, std::int64_t begin, std::int64_t end) { \
+    forward_loop<T>(a, begin, end);                                                                      \
+  }                                                                                                      \
+  BONFIRE_CLONES void backward_rows(const BackwardArguments<T>& a, compute_t<T>* dw, std::int64_t begin, \
+                                    std::int64_t end) {                                                  \
+    backward_loop<T>(a, dw, begin, end);                                                                 \
+  }
+
+BONFIRE_NORM_KERNELS(float)
+BONFIRE_NORM_KERNELS(double)
+BONFIRE_NORM_KERNELS(c10::BFloat16)
+BONFIRE_NORM_KERNELS(c10::Half)
+
+at::ScalarType statistics_type(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+ThreeTensors rms_norm_cpu(const Tensor& given, const OptionalTensor& residual, const Tensor& given_weight, double eps) {
+  const Tensor x = given.contiguous(), weight = given_weight.to(x.scalar_type());
+  const Tensor other = residual ? residual->contiguous() : Tensor();
+  const std::int64_t columns = x.size(-1), rows = columns ? x.numel() / columns : 0;
+  Tensor y = at::empty_like(x), sum = residual ? at::empty_like(x) : at::empty({0}, x.options());
+  Tensor rstd = at::empty({rows}, x.options().dtype(statistics_type(x)));
+  cpu::dispatch_floating(x.scalar_type(), "rms_norm", [&](auto t) {
+    using T = decltype(t);
+    const ForwardArguments<T> arguments{.x = x.const_data_ptr<T>(),
+                                        .residual = other.defined() ? other.const_data_ptr<T>() : nullptr,
+                                        .weight = weight.const_data_ptr<T>(),
+                                        .sum = sum.data_ptr<T>(),
+                                        .y = y.data_ptr<T>(),
+                                        .rstd = rstd.data_ptr<compute_t<T>>(),
+                                        .columns = columns,
+                                        .eps = eps};
+    at::parallel_for(0, rows, cpu::grain(columns),
+                     [&](std::int64_t begin, std::int64_t end) { forward_rows(arguments, begin, end); });
+  });
+  return {y, sum, rstd};
+}
+
+TwoTensors rms_norm_backward_cpu(const Tensor& d_normed, const OptionalTensor& d_sum, const Tensor& given,
+                                 const Tensor& given_weight, const Tensor& rstd) {
+  const Tensor x = given.contiguous(), weight = given_weight.to(x.scalar_type());
+  const Tensor dy = d_normed.contiguous(), ds = d_sum ? d_sum->contiguous() : Tensor();
+  const std::int64_t columns = x.size(-1), rows = columns ? x.numel() / columns : 0;
+  // Parts of a fixed number of rows, so that the sum does not depend on the number of threads.
+  constexpr std::int64_t rows_per_part = 256;
+  const std::int64_t parts = std::max<std::int64_t>(1, (rows + rows_per_part - 1) / rows_per_part);
+  Tensor dx = at::empty_like(x), dw = at::zeros({parts, columns}, rstd.options());
+  cpu::dispatch_floating(x.scalar_type(), "rms_norm_backward", [&](auto t) {
+    using T = decltype(t);
+    const BackwardArguments<T> arguments{.dy = dy.const_data_ptr<T>(),
+                                         .dsum = ds.defined() ? ds.const_data_ptr<T>() : nullptr,
+                                         .x = x.const_data_ptr<T>(),
+                                         .weight = weight.const_data_ptr<T>(),
+                                         .rstd = rstd.const_data_ptr<compute_t<T>>(),
+                                         .dx = dx.data_ptr<T>(),
+                                         .columns = columns};
+    auto* sums = dw.data_ptr<compute_t<T>>();
+    at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t part = begin; part < end; ++part)
+        backward_rows(arguments, sums + part * columns, part * rows_per_part, std::min(rows, (part + 1) * rows_per_part));
+    });
+  });
+  return {dx, parts == 1 ? dw[0] : dw.sum(0)};
+}
+
+ThreeTensors rms_norm_composite(const Tensor& x, const OptionalTensor& residual, const Tensor& weight, double eps) {
+  const Tensor sum = residual ? x.add(*residual) : at::empty({0}, x.options());
+  const Tensor wide = (residual ? sum : x).to(statistics_type(x));
+  const Tensor rstd = wide.square().mean(-1, true).add_(eps).rsqrt_();
+  return {wide.mul(rstd).mul_(weight).to(x.scalar_type()), sum, rstd.flatten()};
+}
+
+TwoTensors rms_norm_backward_composite(const Tensor& d_normed, const OptionalTensor& d_sum, const Tensor& x,
+                                       const Tensor& weight, const Tensor& rstd) {
+  auto sizes = x.sizes().vec();
+  sizes.back() = 1;
+  const Tensor scale = rstd.view(sizes), scaled = x.to(rstd.scalar_type()).mul(scale);
+  const Tensor d = d_normed.to(rstd.scalar_type());
+  const Tensor weighted = d.mul(weight);
+  Tensor dx = weighted.sub(scaled.mul(weighted.mul(scaled).mean(-1, true))).mul_(scale);
+  if (d_sum) dx.add_(*d_sum);
+  return {dx.to(x.scalar_type()), d.mul(scaled).view({-1, x.size(-1)}).sum(0)};
+}
+
+using RmsNorm = ThreeTensors(const Tensor&, const OptionalTensor&, const Tensor&, double);
+using RmsNormBackward = TwoTensors(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&);
+
+// A parameter's gradient: to its sink, or back to autograd in the parameter's type.
+Tensor parameter_gradient(const std::shared_ptr<GradientSink>& sink, const Tensor& gradient, const Tensor& parameter) {
+  if (!sink) return gradient.to(parameter.scalar_type());
+  deliver(*sink, gradient);
+  return {};
+}
+
+struct RmsNormNode : BackwardNode {
+  std::shared_ptr<GradientSink> weight_sink;
+  bool with_residual = false;
+
+  torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
+    const Tensor x = saved(0), weight = saved(1), rstd = saved(2);
+    const Tensor dy = gradients[0].defined() ? gradients[0] : at::zeros(x.sizes(), x.options());
+    const OptionalTensor ds = gradients.size() > 1 && gradients[1].defined() ? OptionalTensor(gradients[1]) : std::nullopt;
+    auto [dx, dw] = BONFIRE_OPERATOR("bonfire::rms_norm_backward", RmsNormBackward).call(dy, ds, x, weight, rstd);
+    const std::size_t weight_at = with_residual ? 2 : 1;
+    const Tensor d_weight = task_should_compute_output(weight_at) ? parameter_gradient(weight_sink, dw, weight) : Tensor();
+    if (with_residual) return {dx, dx, d_weight};
+    return {dx, d_weight};
+  }
+};
+
+NormedStream rms_norm_node(const Tensor& x, const Tensor& residual, const Tensor& weight, const NormOptions& options,
+                           bool keep_stream) {
+  require(x.size(-1) == weight.numel(), "rms_norm: the last dimension is {}, the weight has {} elements", x.size(-1),
+          weight.numel());
+  const bool with_residual = residual.defined();
+  auto node = with_residual ? make_node<RmsNormNode>(x, residual, weight) : make_node<RmsNormNode>(x, weight);
+  NormedStream out;
+  Tensor sum, rstd;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    std::tie(out.normed, sum, rstd) =
+        BONFIRE_OPERATOR("bonfire::rms_norm", RmsNorm)
+            .call(x, with_residual ? OptionalTensor(residual) : std::nullopt, weight, options.eps);
+    // Without a residual the stream is x under another name, with a history of its own.
+    if (keep_stream) out.stream = with_residual ? sum : x.tensor_data();
+  }
+  if (!node) return out;
+  node->save(with_residual ? sum.tensor_data() : x);
+  node->save(weight);
+  node->save(rstd);
+  node->weight_sink = options.weight_sink;
+  node->with_residual = with_residual;
+  torch::autograd::set_history(out.normed, node);
+  if (keep_stream) torch::autograd::set_history(out.stream, node);
+  return out;
+}
+
+struct LayerNormNode : BackwardNode {
+  std::shared_ptr<GradientSink> weight_sink, bias_sink;
+
+  torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
+    const Tensor x = saved(0), weight = saved(1), bias = saved(2);
+    const Tensor dy = gradients[0].defined() ? gradients[0] : at::zeros(x.sizes(), x.options());
+    const std::int64_t columns = x.size(-1);
+    auto [dx, dw, db] = at::native_layer_norm_backward(dy, x, {columns}, saved(3), saved(4), weight, bias,
+                                                       {true, task_should_compute_output(1), task_should_compute_output(2)});
+    if (gradients.size() > 1 && gradients[1].defined()) dx.add_(gradients[1]);
+    return {dx, dw.defined() ? parameter_gradient(weight_sink, dw, weight) : Tensor(),
+            db.defined() ? parameter_gradient(bias_sink, db, bias) : Tensor()};
+  }
+};
+
+NormedStream layer_norm_node(const Tensor& x, const Tensor& weight, const Tensor& bias, const NormOptions& options,
+                             bool keep_stream) {
+  auto node = make_node<LayerNormNode>(x, weight, bias);
+  NormedStream out;
+  Tensor mean, rstd;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    std::tie(out.normed, mean, rstd) = at::native_layer_norm(x, {x.size(-1)}, weight, bias, options.eps);
+    if (keep_stream) out.stream = x.tensor_data();
+  }
+  if (!node) return out;
+  for (const Tensor& tensor : {x, weight, bias, mean, rstd}) node->save(tensor);
+  node->weight_sink = options.weight_sink;
+  node->bias_sink = options.bias_sink;
+  torch::autograd::set_history(out.normed, node);
+  if (keep_stream) torch::autograd::set_history(out.stream, node);
+  return out;
+}
+
+}  // namespace
+
+NormedStream rms_norm_stream(const Tensor& x, const Tensor& residual, const Tensor& weight, const NormOptions& options) {
+  return rms_norm_node(x, residual, weight, options, true);
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, const NormOptions& options) {
+  return rms_norm_node(x, {}, weight, options, false).normed;
+}
+
+NormedStream layer_norm_stream(const Tensor& x, const Tensor& weight, const Tensor& bias, const NormOptions& options) {
+  return layer_norm_node(x, weight, bias, options, true);
+}
+
+Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, const NormOptions& options) {
+  return layer_norm_node(x, weight, bias, options, false).normed;
+}
+
+TORCH_LIBRARY_IMPL(bonfire, CPU, m) {
+  m.impl("rms_norm", rms_norm_cpu);
+  m.impl("rms_norm_backward", rms_norm_backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
+  m.impl("rms_norm", rms_norm_composite);
+  m.impl("rms_norm_backward", rms_norm_backward_composite);
+}
+
+}  // namespace bonfire

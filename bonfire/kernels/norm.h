@@ -1,0 +1,36 @@
+#pragma once
+
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+
+#include "bonfire/base/api.h"
+#include "bonfire/kernels/gradient_sink.h"
+
+namespace bonfire {
+
+struct NormOptions {
+  double eps = 1e-5;
+  std::shared_ptr<GradientSink> weight_sink{};
+  std::shared_ptr<GradientSink> bias_sink{};
+};
+
+// The norm of a residual stream and the stream itself, which goes on beside it. Both come out of one node, so that backward
+// adds their gradients in the same pass that it makes the norm's.
+struct NormedStream {
+  at::Tensor normed;
+  at::Tensor stream;
+};
+
+// normed = x / rms(x) * weight over the last dimension. With a residual, the stream is x + residual and the norm is of that.
+BONFIRE_API NormedStream rms_norm_stream(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
+                                         const NormOptions& options);
+BONFIRE_API at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, const NormOptions& options);
+
+// The same for layer norm, with torch's kernels.
+BONFIRE_API NormedStream layer_norm_stream(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                                           const NormOptions& options);
+BONFIRE_API at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                                  const NormOptions& options);
+
+}  // namespace bonfire

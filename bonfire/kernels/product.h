@@ -1,0 +1,36 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include <ATen/core/Tensor.h>
+
+#include "bonfire/base/api.h"
+#include "bonfire/kernels/gradient_sink.h"
+
+// Matrix products of layers, forward and backward.
+namespace bonfire {
+
+// a b for matrices, outside autograd.
+at::Tensor product(const at::Tensor& a, const at::Tensor& b);
+
+struct WeightGradientOptions {
+  GradientSink* sink = nullptr;
+  at::ScalarType type = at::kFloat;
+};
+
+// dy^T x for dy [rows, out] and x [rows, in]: into the sink where there is one (the result is undefined then), otherwise as
+// a new tensor of the given type.
+at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const WeightGradientOptions& options);
+
+struct LinearOptions {
+  at::Tensor bias{};      // [out]
+  at::Tensor residual{};  // added to the result; of the result's shape
+  std::shared_ptr<GradientSink> weight_sink{};
+  std::shared_ptr<GradientSink> bias_sink{};
+};
+
+// x weight^T + bias + residual for weight [out, in].
+BONFIRE_API at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const LinearOptions& options);
+
+}  // namespace bonfire

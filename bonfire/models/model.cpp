@@ -1,0 +1,124 @@
+#include "bonfire/models/model.h"
+
+#include <torch/nn/modules/container/modulelist.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/models/parameter_maker.h"
+#include "bonfire/models/units.h"
+
+namespace bonfire {
+namespace {
+
+template <class Holder, class... Arguments>
+std::shared_ptr<Layer> layer(Arguments&&... arguments) {
+  return Holder(std::forward<Arguments>(arguments)...).ptr();
+}
+
+// Poolings that belong to each convolution.
+std::vector<int> poolings_of(const plan::ModelSpec& spec) {
+  std::vector<int> poolings;
+  for (const std::int64_t channels : spec.convolutions)
+    if (channels)
+      poolings.push_back(0);
+    else
+      ++poolings.back();
+  return poolings;
+}
+
+class ChainImpl : public Model {
+ public:
+  ChainImpl(plan::ModelDescription description, const BuildOptions& build);
+
+  at::Tensor forward(at::Tensor input, at::Tensor target) override {
+    at::Tensor x = std::move(input);
+    for (const auto& layer : layers_) x = layer->forward(std::move(x));
+    return head_->forward(std::move(x), std::move(target));
+  }
+
+ private:
+  std::shared_ptr<Layer> make_block(const UnitContext& context, const plan::UnitDescription& unit, std::size_t number) const;
+};
+BONFIRE_UNIT(Chain);
+
+ChainImpl::ChainImpl(plan::ModelDescription description, const BuildOptions& build) {
+  description_ = std::move(description);
+  const plan::ModelSpec& spec = description_.spec;
+  dropout_->seed = Random(build.seed).fork("dropout");
+  UnitContext context{.spec = spec, .build = build, .dropout = dropout_};
+  if (spec.type == plan::ModelType::llama) {
+    const auto table_type = build.dtype == at::kDouble ? at::kDouble : at::kFloat;
+    context.rotary = rotary_table({.positions = spec.positions, .head_dim = spec.head_dim, .theta = spec.rope_theta},
+                                  at::TensorOptions(table_type).device(build.device));
+  }
+  torch::nn::ModuleList blocks;
+  for (const auto& unit : description_.units) {
+    switch (unit.kind) {
+      case plan::UnitKind::root: {
+        ParameterMaker maker(unit, build);
+        context.tied = register_parameter("tokens", maker.take("tokens"));
+        maker.finish();
+        break;
+      }
+      case plan::UnitKind::embedding:
+        layers_.push_back(spec.inputs ? layer<VectorEmbedding>(context, unit) : layer<TokenEmbedding>(context, unit));
+        register_module("embedding", layers_.back());
+        break;
+      case plan::UnitKind::block: {
+        auto block = make_block(context, unit, blocks->size());
+        blocks->push_back(block);
+        layers_.push_back(std::move(block));
+        break;
+      }
+      case plan::UnitKind::head: break;  // after the blocks
+    }
+  }
+  register_module("blocks", blocks);
+  head_ = OutputHead(context, description_.unit("head")).ptr();
+  register_module("head", head_);
+}
+
+std::shared_ptr<Layer> ChainImpl::make_block(const UnitContext& context, const plan::UnitDescription& unit,
+                                             std::size_t number) const {
+  switch (context.spec.type) {
+    case plan::ModelType::llama:
+    case plan::ModelType::gpt2: return layer<TransformerBlock>(context, unit);
+    case plan::ModelType::mlp: return layer<MlpBlock>(context, unit);
+    case plan::ModelType::vgg: break;
+  }
+  const auto poolings = poolings_of(context.spec);
+  if (number < poolings.size()) return layer<Convolution>(context, unit, poolings[number]);
+  return layer<Classifier>(context, unit);
+}
+
+}  // namespace
+
+void Model::set_dropout(std::uint64_t step, std::int64_t first_sample) {
+  dropout_->step = step;
+  dropout_->first_sample = first_sample;
+}
+
+void Model::train(bool on) {
+  torch::nn::Module::train(on);
+  dropout_->training = on;
+}
+
+std::vector<PublicParameter> Model::public_parameters() const {
+  const auto inside = named_parameters();
+  std::vector<PublicParameter> out;
+  for (const auto& unit : description_.units)
+    for (const auto& parameter : unit.parameters) {
+      const std::string path = unit.name.empty() ? parameter.name : unit.name + "." + parameter.name;
+      const at::Tensor tensor = inside[path].detach();
+      for (const auto& slice : parameter.slices) {
+        const at::Tensor rows = tensor.narrow(0, slice.begin, slice.rows);
+        out.push_back({slice.name, slice.transposed ? rows.t() : rows, path});
+      }
+    }
+  return out;
+}
+
+std::shared_ptr<Model> build_model(const plan::ModelSpec& spec, const BuildOptions& options) {
+  return Chain(plan::describe(spec), options).ptr();
+}
+
+}  // namespace bonfire

@@ -1,0 +1,120 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "bonfire/models/model.h"
+#include "bonfire/models/parameter_maker.h"
+#include "bonfire/nn/layers.h"
+#include "bonfire/nn/unit.h"
+
+// The Units that models consist of. Their parameters are described in bonfire/plan/describe.cpp.
+namespace bonfire {
+
+// What the Units of one model share.
+struct UnitContext {
+  const plan::ModelSpec& spec;
+  const BuildOptions& build;
+  std::shared_ptr<DropoutState> dropout;
+  RotaryTable rotary{};
+  at::Tensor tied{};  // the root's weight, where embedding and head share it
+};
+
+// A dropout in region `region` of a Unit.
+Dropout dropout_in(const UnitContext& context, const plan::UnitDescription& unit, const char* region);
+
+// Rows for tokens, plus learned positions where there are any.
+class TokenEmbeddingImpl : public Layer, public GradientSlots {
+ public:
+  TokenEmbeddingImpl(const UnitContext& context, const plan::UnitDescription& unit);
+  at::Tensor forward(at::Tensor tokens) override;
+  std::shared_ptr<GradientSink>* slot(const at::Tensor& parameter) override;
+
+ private:
+  at::Tensor weight_, positions_;
+  std::shared_ptr<GradientSink> weight_sink_;
+  Dropout dropout_;
+};
+BONFIRE_UNIT(TokenEmbedding);
+
+// Vectors into the model's width.
+class VectorEmbeddingImpl : public Layer, public GradientSlots {
+ public:
+  VectorEmbeddingImpl(const UnitContext& context, const plan::UnitDescription& unit);
+  at::Tensor forward(at::Tensor x) override;
+  std::shared_ptr<GradientSink>* slot(const at::Tensor& parameter) override;
+
+ private:
+  at::Tensor weight_, bias_;
+  std::shared_ptr<GradientSink> weight_sink_, bias_sink_;
+};
+BONFIRE_UNIT(VectorEmbedding);
+
+// Attention and feed-forward on a residual stream, each behind its norm: Llama's and GPT-2's block.
+class TransformerBlockImpl : public Layer {
+ public:
+  TransformerBlockImpl(const UnitContext& context, const plan::UnitDescription& unit);
+  at::Tensor forward(at::Tensor x) override;
+
+ private:
+  nn::Norm attention_norm_{nullptr}, feed_norm_{nullptr};
+  nn::Attention attention_{nullptr};
+  nn::FeedForward feed_{nullptr};
+};
+BONFIRE_UNIT(TransformerBlock);
+
+// x + down(gelu(up(x))).
+class MlpBlockImpl : public Layer {
+ public:
+  MlpBlockImpl(const UnitContext& context, const plan::UnitDescription& unit);
+  at::Tensor forward(at::Tensor x) override;
+
+ private:
+  nn::Linear up_{nullptr}, down_{nullptr};
+  Dropout dropout_;
+};
+BONFIRE_UNIT(MlpBlock);
+
+// A 3x3 convolution, a rectifier, and the poolings that follow it.
+class ConvolutionImpl : public Layer {
+ public:
+  ConvolutionImpl(const UnitContext& context, const plan::UnitDescription& unit, int poolings);
+  at::Tensor forward(at::Tensor x) override;
+
+ private:
+  at::Tensor weight_, bias_;
+  int poolings_;
+};
+BONFIRE_UNIT(Convolution);
+
+// A hidden layer of VGG's classifier. The first of them flattens the image, averaged to squares of `pool`.
+class ClassifierImpl : public Layer, public GradientSlots {
+ public:
+  ClassifierImpl(const UnitContext& context, const plan::UnitDescription& unit);
+  at::Tensor forward(at::Tensor x) override;
+  std::shared_ptr<GradientSink>* slot(const at::Tensor& parameter) override;
+
+ private:
+  at::Tensor weight_, bias_;
+  std::shared_ptr<GradientSink> weight_sink_, bias_sink_;
+  std::int64_t pool_;
+  Dropout dropout_;
+};
+BONFIRE_UNIT(Classifier);
+
+// Norm (where there is one), product with the output weight, loss.
+class OutputHeadImpl : public Head, public GradientSlots {
+ public:
+  OutputHeadImpl(const UnitContext& context, const plan::UnitDescription& unit);
+  at::Tensor forward(at::Tensor x, at::Tensor target) override;
+  std::shared_ptr<GradientSink>* slot(const at::Tensor& parameter) override;
+
+ private:
+  nn::Norm norm_{nullptr};
+  nn::Linear output_{nullptr};  // null where the weight is tied
+  at::Tensor weight_;
+  std::shared_ptr<GradientSink> tied_sink_;
+};
+BONFIRE_UNIT(OutputHead);
+
+}  // namespace bonfire
