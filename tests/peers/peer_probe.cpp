@@ -7,21 +7,20 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/train/tensorboard.h"
+#include "tests/peers/probes.h"
 
-namespace {
+namespace bonfire::peers {
 
-using Arguments = std::vector<std::string>;
-
-// events FOLDER: a curve of 100 steps.
 void write_events(const Arguments& arguments) {
-  bonfire::EventWriter writer(arguments.at(0));
+  EventWriter writer(arguments.at(0));
   for (int step = 1; step <= 100; ++step) writer.scalars(step, {{"loss", 8.0 / step}, {"lr", 1e-3 * step}});
 }
 
-}  // namespace
+}  // namespace bonfire::peers
 
 int main(int argc, char** argv) {
-  const std::map<std::string, std::function<void(const Arguments&)>> probes{{"events", write_events}};
+  using namespace bonfire::peers;
+  const std::map<std::string, std::function<void(const Arguments&)>> probes{{"events", write_events}, {"model", dump_model}};
   const Arguments arguments(argv + 1, argv + argc);
   const auto probe = arguments.empty() ? probes.end() : probes.find(arguments[0]);
   if (probe == probes.end()) {
