@@ -7,12 +7,14 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/tensor.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/nn/gradient_slots.h"
 #include "bonfire/shard/equality.h"
 #include "bonfire/shard/wrap.h"
 
@@ -29,6 +31,27 @@ class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
   std::function<void()> arrived_;
 };
 
+// Lets layers of ours write a parameter's gradient straight into the flat buffer. Outlives the engine where the module does;
+// from then on the gradient is the parameter's own again.
+class FlatSink final : public GradientSink {
+ public:
+  FlatSink(at::Tensor parameter, std::function<at::Tensor(bool& fresh)> home) : parameter_(std::move(parameter)), home_(std::move(home)) {}
+
+  at::Tensor buffer(bool& fresh) override {
+    if (home_) return home_(fresh);
+    fresh = !parameter_.grad().defined();
+    if (fresh) parameter_.mutable_grad() = at::empty_like(parameter_.detach());
+    return parameter_.grad();
+  }
+  // The parameter's own hook tells when all uses have arrived: autograd calls it with no gradient then.
+  void arrived() override {}
+  void leave() { home_ = nullptr; }
+
+ private:
+  at::Tensor parameter_;
+  std::function<at::Tensor(bool& fresh)> home_;
+};
+
 bool same_memory(const at::Tensor& a, const at::Tensor& b) { return a.data_ptr() == b.data_ptr() && a.scalar_type() == b.scalar_type(); }
 
 }  // namespace
@@ -42,6 +65,7 @@ struct Engine::State {
     bool trained = true;
     std::size_t flat = 0, segment = 0;  // where it lies now
     bool arrived = false;               // in this backward
+    std::shared_ptr<FlatSink> sink;     // of layers that can use one
   };
 
   State(const Mesh& mesh, torch::nn::Module& module, ShardOptions options);
@@ -50,6 +74,7 @@ struct Engine::State {
   void lay_out(const std::vector<std::size_t>& order_of_groups, bool first);
   void follow_freezing();
   void arrive(Parameter& parameter);
+  at::Tensor sink_buffer(Parameter& parameter, bool& fresh);
   void launch_ready();
   void launch(std::size_t bucket);
   void run_backward(const at::Tensor& loss, bool reduce);
@@ -115,12 +140,18 @@ Engine::State::State(const Mesh& mesh_, torch::nn::Module& module, ShardOptions 
   std::iota(reversed.rbegin(), reversed.rend(), std::size_t{0});
   lay_out(reversed, true);
 
-  for (auto& parameter : parameters)
+  for (auto& parameter : parameters) {
     torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, std::make_unique<ArrivalHook>([this, &parameter] { arrive(parameter); }));
+    parameter.sink = std::make_shared<FlatSink>(parameter.tensor, [this, &parameter](bool& fresh) { return sink_buffer(parameter, fresh); });
+    set_gradient_sink(module, parameter.name, parameter.sink);
+  }
 }
 
 Engine::State::~State() {
-  for (auto& parameter : parameters) torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, nullptr);
+  for (auto& parameter : parameters) {
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, nullptr);
+    parameter.sink->leave();
+  }
 }
 
 // Puts the groups, in the order in which backward finishes them, into flat parameters. Groups of different dtypes do not
@@ -218,10 +249,19 @@ void Engine::State::arrive(Parameter& parameter) {
       parameter.tensor.mutable_grad() = home;
     }
     flat.set_written(parameter.segment, true);
+  } else if (flat.written(parameter.segment)) {
+    parameter.tensor.mutable_grad() = flat.view(flat.gradient(), parameter.segment);
   }
   if (std::exchange(parameter.arrived, true) || !reducing) return;
   if (--missing_in_group[parameter.group] == 0) finished_groups.push_back(parameter.group);
   if (--missing[parameter.flat] == 0) launch_ready();
+}
+
+at::Tensor Engine::State::sink_buffer(Parameter& parameter, bool& fresh) {
+  auto& flat = *flats[parameter.flat];
+  fresh = !flat.written(parameter.segment);
+  flat.set_written(parameter.segment, true);
+  return flat.view(flat.gradient(), parameter.segment);
 }
 
 // Buckets are reduced in one order on all ranks, whatever the order in which they get ready here.

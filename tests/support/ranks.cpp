@@ -5,6 +5,7 @@
 #include <thread>
 #include <vector>
 
+#include <ATen/Parallel.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 namespace bonfire::testing {
@@ -21,6 +22,7 @@ void run_ranks(int ranks, const std::function<void(World&)>& body, WorldOptions 
       try {
         auto mine = options;
         mine.local_rank = rank;
+        at::set_num_threads(1);  // the ranks are the threads; pools of their own would only be in each other's way
         World world = World::from_store(store, rank, ranks, mine);
         body(world);
       } catch (...) {
