@@ -17,10 +17,10 @@ struct StepMetrics {
   double grad_norm = 0;
   double lr = 0;
   double tokens_per_second = 0;
-  std::int64_t memory_bytes = 0;  // peak of the largest rank
+  std::int64_t memory_bytes = 0;  // peak so far of the rank that writes
   std::int64_t skipped = 0;       // updates left out so far
-  std::optional<double> staleness;
-  std::optional<double> eval_loss;  // on held-out data, in the steps that evaluate
+  std::optional<double> staleness{};
+  std::optional<double> eval_loss{};  // on held-out data, in the steps that evaluate
 };
 
 // One line of metrics.jsonl, without its end. Numbers keep every bit of a double; what is not finite is null.

@@ -22,7 +22,6 @@ std::string to_json(const TrainReport& report) {
                       {"run_folder", report.run_folder},
                       {"steps", report.steps},
                       {"skipped", report.skipped},
-                      {"stopped", report.stopped},
                       {"loss_first", number(report.loss_first)},
                       {"loss_last", number(report.loss_last)},
                       {"tokens_per_second", number(report.tokens_per_second)},

@@ -18,15 +18,14 @@ struct TrainReport {
   std::int64_t skipped = 0;  // of them, without an update
   double loss_first = 0;
   double loss_last = 0;
-  std::optional<double> entropy_floor;
-  std::optional<double> eval_loss;     // the last evaluation's
+  std::optional<double> entropy_floor{};
+  std::optional<double> eval_loss{};   // the last evaluation's
   double tokens_per_second = 0;        // over all ranks, without the first step
   double step_ms = 0;                  // median
   std::int64_t peak_memory_bytes = 0;  // largest rank: what training added to the process before the model was built
   std::int64_t predicted_memory_bytes = 0;
   double exposed_communication = 0;  // share of the steps in which the slowest rank waited for others
-  std::optional<double> mfu;         // share of the GPU's peak that the model's own work is
-  bool stopped = false;              // a loss or gradient that is not finite ended it
+  std::optional<double> mfu{};       // share of the GPU's peak that the model's own work is
 };
 
 BONFIRE_API std::string to_json(const TrainReport& report);

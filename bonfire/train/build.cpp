@@ -1,0 +1,109 @@
+#include "bonfire/train/build.h"
+
+#include "bonfire/base/error.h"
+#include "bonfire/comm/device.h"
+#include "bonfire/models/model.h"
+#include "bonfire/train/predict.h"
+
+namespace bonfire {
+namespace {
+
+MeshShape mesh_shape(const Config::Layout& layout) {
+  return {.pipeline = static_cast<int>(layout.pipeline),
+          .replicate = static_cast<int>(layout.replicate),
+          .shard = static_cast<int>(layout.shard),
+          .context = static_cast<int>(layout.context),
+          .tensor = static_cast<int>(layout.tensor)};
+}
+
+Sharded sharded(const std::string& name) {
+  if (name == "optimizer") return Sharded::optimizer;
+  if (name == "gradients") return Sharded::gradients;
+  return name == "parameters" ? Sharded::parameters : Sharded::none;
+}
+
+ShardOptions engine_options(const Config& config) {
+  ShardOptions options{.what = sharded(config.layout.sharded)};
+  if (config.train.precision == "bf16") options.compute = at::kBFloat16;
+  if (config.train.precision == "fp16") options.compute = at::kHalf;
+  // The same numbers as the prediction's.
+  const auto layout = data_parallel_of(config);
+  options.buckets = layout.buckets;
+  options.reduction = {.compression = layout.compression, .powersgd_rank = layout.powersgd_rank};
+  return options;
+}
+
+std::unique_ptr<Optimizer> make_optimizer(Engine& engine, const Config::Optimizer& o) {
+  if (o.type == "sgd") {
+    return std::make_unique<Sgd>(engine, SgdOptions{.lr = o.lr,
+                                                    .momentum = o.momentum,
+                                                    .weight_decay = o.weight_decay,
+                                                    .nesterov = o.nesterov,
+                                                    .maximize = o.maximize});
+  }
+  const AdamOptions options{.lr = o.lr,
+                            .beta1 = o.betas[0],
+                            .beta2 = o.betas[1],
+                            .eps = o.eps,
+                            .weight_decay = o.weight_decay,
+                            .amsgrad = o.amsgrad,
+                            .maximize = o.maximize};
+  if (o.type == "adam") return std::make_unique<Adam>(engine, options);
+  return std::make_unique<AdamW>(engine, options);
+}
+
+std::optional<GradScaler> make_scaler(const Config& config) {
+  if (config.train.precision != "fp16") return std::nullopt;
+  return GradScaler({.scale = config.optimizer.loss_scale, .growth_interval = config.optimizer.scale_growth_interval});
+}
+
+LearningRate learning_rate_of(const Config& config) {
+  const auto& o = config.optimizer;
+  return {.peak = o.lr,
+          .least = o.min_lr,
+          .warmup = o.warmup,
+          .steps = config.train.steps,
+          .decay = o.decay == "cosine" ? Decay::cosine : (o.decay == "linear" ? Decay::linear : Decay::constant)};
+}
+
+LoaderOptions loader_options(const Config& config, const Mesh& mesh, c10::Device device) {
+  return {.batch = config.train.batch,
+          .microbatch = config.train.microbatch,
+          .rank = mesh.coordinate(Axis::data),
+          .ranks = static_cast<int>(config.data_ranks()),
+          .seed = static_cast<std::uint64_t>(config.train.seed),
+          .pin_memory = !device.is_cpu()};
+}
+
+}  // namespace
+
+c10::Device device_of(const Config& config, int local_rank) {
+  const std::string& asked = config.run.device;
+  if (asked == "cpu" || (asked == "auto" && !gpu_available())) return c10::kCPU;
+  if (!gpu_available()) fail_key(config, "run.device", gpu_unavailable_reason() + "; allowed here: auto | cpu");
+  const int index = local_rank % gpu_count();
+  const GpuInfo gpu = gpu_info(index);
+  if (config.train.precision == "bf16" && gpu.major < 8) {
+    fail_key(config, "train.precision",
+             fmt::format("{} has compute capability {}.{}, bf16 needs 8.0; allowed on it: fp32 | fp16", gpu.name, gpu.major,
+                         gpu.minor));
+  }
+  return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)};
+}
+
+Run::Run(const World& a_world, const Config& a_config)
+    : world(a_world),
+      config(a_config),
+      memory(world.device()),
+      // The one who started the ranks, or the first of each machine, has read all tokens.
+      data(open_data(config, TokenCheck::none)),
+      mesh(world.mesh(mesh_shape(config.layout))),
+      model(
+          build_model(config.model.spec, {.seed = static_cast<std::uint64_t>(config.train.seed), .device = world.device()})),
+      engine(shard(mesh, *model, engine_options(config))),
+      optimizer(make_optimizer(engine, config.optimizer)),
+      scaler(make_scaler(config)),
+      learning_rate(learning_rate_of(config)),
+      loader(data.train, loader_options(config, mesh, world.device())) {}
+
+}  // namespace bonfire

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include <c10/core/Device.h>
+
+#include "bonfire/base/api.h"
+#include "bonfire/comm/mesh.h"
+#include "bonfire/comm/world.h"
+#include "bonfire/data/loader.h"
+#include "bonfire/optim/grad_scaler.h"
+#include "bonfire/optim/learning_rate.h"
+#include "bonfire/optim/optimizer.h"
+#include "bonfire/shard/engine.h"
+#include "bonfire/train/config.h"
+#include "bonfire/train/memory.h"
+#include "bonfire/train/run_data.h"
+
+namespace bonfire {
+
+class Model;
+
+// The device of a rank: what [run] device means on this machine. Throws ConfigError where it asks for a GPU that is not
+// there or that cannot compute in train.precision.
+BONFIRE_API c10::Device device_of(const Config& config, int local_rank);
+
+// Everything that takes part in a run, on one rank. Later members use earlier ones.
+struct BONFIRE_API Run {
+  // Collective. REQUIRES: config is resolved for world.size() ranks.
+  Run(const World& world, const Config& config);
+  Run(const Run&) = delete;
+  Run& operator=(const Run&) = delete;
+
+  World world;
+  Config config;
+  MemoryMeter memory;
+  RunData data;
+  Mesh mesh;
+  std::shared_ptr<Model> model;
+  Engine engine;
+  std::unique_ptr<Optimizer> optimizer;
+  std::optional<GradScaler> scaler;  // fp16 only
+  LearningRate learning_rate;
+  Loader loader;
+};
+
+}  // namespace bonfire

@@ -1,0 +1,120 @@
+#include "bonfire/train/journal.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "bonfire/base/size.h"
+#include "bonfire/comm/device.h"
+#include "bonfire/comm/progress.h"
+#include "bonfire/train/predict.h"
+#include "bonfire/train/run_folder.h"
+
+namespace bonfire {
+namespace {
+
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  if (values.size() % 2) return *middle;
+  return (*middle + *std::max_element(values.begin(), middle)) / 2;
+}
+
+// The first step also sets up buffers and connections: it tells nothing about the others.
+std::vector<double> settled(const std::vector<double>& seconds) {
+  return seconds.size() > 1 ? std::vector<double>(seconds.begin() + 1, seconds.end()) : seconds;
+}
+
+std::string describe_run(const Run& run) {
+  const auto& config = run.config;
+  const auto model = plan::describe(config.model.spec);
+  std::string text =
+      fmt::format("{} with {} parameters, {} {} on {}, {}, {} samples a step", config.model.type,
+                  format_count(model.parameter_elements()), run.world.size(), run.world.size() == 1 ? "rank" : "ranks",
+                  run.world.device().str(), config.train.precision, config.train.batch);
+  if (config.reads_tokens()) text += fmt::format(" of {} tokens", config.data.sequence);
+  return text;
+}
+
+}  // namespace
+
+Journal::Journal(const Run& run, const TrainOptions& options) : run_(run), folder_(options.folder), step_start_(now_ns()) {
+  if (run.world.rank() != 0) return;
+  write_file(folder_ / "config.toml", to_toml(run.config));
+  file_ = std::make_unique<MetricsFile>(folder_ / "metrics.jsonl");
+  events_ = std::make_unique<EventWriter>(folder_);
+  if (options.progress) {
+    auto progress = *options.progress;
+    progress.steps = run.config.train.steps;
+    progress.every = run.config.train.log_every;
+    progress_ = std::make_unique<ProgressLine>(std::move(progress));
+  }
+}
+
+void Journal::end_step(StepMetrics metrics, bool skipped) {
+  const double seconds = seconds_since(step_start_);
+  step_seconds_.push_back(seconds);
+  auto& board = *run_.world.progress();
+  board.finish_step(metrics.step);
+  const Progress progress = board.snapshot();
+  if (step_seconds_.size() > 1) waited_seconds_ += std::clamp(progress.step_seconds - progress.own_seconds, 0.0, seconds);
+
+  const auto skipped_before = metrics_.skipped;
+  metrics_ = metrics;
+  metrics_.skipped = skipped_before + (skipped ? 1 : 0);
+  metrics_.tokens_per_second = static_cast<double>(run_.config.train.batch * run_.data.tokens_per_sample) / seconds;
+  metrics_.memory_bytes = run_.memory.peak();
+  if (metrics.step == 1) loss_first_ = metrics.loss;
+}
+
+void Journal::add_evaluation(double loss) { metrics_.eval_loss = eval_loss_ = loss; }
+
+void Journal::write_step() {
+  if (file_) {
+    file_->write(metrics_);
+    events_->scalars(metrics_.step, {{"train/loss", metrics_.loss},
+                                     {"train/grad_norm", metrics_.grad_norm},
+                                     {"train/lr", metrics_.lr},
+                                     {"train/tokens_per_second", metrics_.tokens_per_second},
+                                     {"train/memory_bytes", static_cast<double>(metrics_.memory_bytes)},
+                                     {"train/skipped", static_cast<double>(metrics_.skipped)}});
+    if (metrics_.eval_loss) events_->scalars(metrics_.step, {{"eval/loss", *metrics_.eval_loss}});
+  }
+  if (progress_) progress_->step_done(metrics_);
+  step_start_ = now_ns();
+}
+
+TrainReport Journal::finish() {
+  progress_.reset();
+  const auto& group = run_.world.group();
+  const auto seconds = settled(step_seconds_);
+  const double total = std::accumulate(seconds.begin(), seconds.end(), 0.0);
+  const auto tokens = static_cast<double>(run_.config.train.batch * run_.data.tokens_per_sample);
+  TrainReport report{.name = run_.config.run.name,
+                     .what = describe_run(run_),
+                     .run_folder = folder_.string(),
+                     .steps = metrics_.step,
+                     .skipped = metrics_.skipped,
+                     .loss_first = loss_first_,
+                     .loss_last = metrics_.loss,
+                     .entropy_floor = run_.data.entropy,
+                     .eval_loss = eval_loss_,
+                     .tokens_per_second = tokens * static_cast<double>(seconds.size()) / group.max(total),
+                     .step_ms = 1e3 * group.max(median(seconds)),
+                     .peak_memory_bytes = static_cast<std::int64_t>(group.max(static_cast<double>(run_.memory.peak()))),
+                     .predicted_memory_bytes = predict_memory(run_.config).total(),
+                     .exposed_communication = group.max(waited_seconds_ / total)};
+  if (!run_.world.device().is_cpu()) {
+    const GpuInfo gpu = gpu_info(run_.world.device().index());
+    // Ranks that share a GPU share its peak.
+    const int gpus = std::min(group.size(), gpu_count() * (group.size() / run_.world.local_size()));
+    if (const auto peak = peak_flops(gpu.name, run_.config.train.precision)) {
+      report.mfu = step_flops(run_.config) / (report.step_ms * 1e-3) / (*peak * gpus);
+    }
+  }
+  if (group.rank() == 0) write_file(folder_ / "report.json", to_json(report) + "\n");
+  return report;
+}
+
+}  // namespace bonfire

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "bonfire/train/build.h"
+#include "bonfire/train/loop.h"
+#include "bonfire/train/metrics.h"
+#include "bonfire/train/progress.h"
+#include "bonfire/train/tensorboard.h"
+
+namespace bonfire {
+
+// Keeps the time of the steps, and on rank 0 writes what a run leaves behind and shows.
+class Journal {
+ public:
+  Journal(const Run& run, const TrainOptions& options);
+
+  // The step's own work is done: its time ends here.
+  void end_step(StepMetrics metrics, bool skipped);
+  void add_evaluation(double loss);
+  // Writes what end_step and add_evaluation noted; the next step's time begins here.
+  void write_step();
+
+  // Collective.
+  TrainReport finish();
+
+ private:
+  const Run& run_;
+  std::filesystem::path folder_;
+  StepMetrics metrics_;
+  double loss_first_ = 0;
+  std::optional<double> eval_loss_;
+  Nanoseconds step_start_;
+  std::vector<double> step_seconds_;
+  double waited_seconds_ = 0;
+
+  // Rank 0 only.
+  std::unique_ptr<MetricsFile> file_;
+  std::unique_ptr<EventWriter> events_;
+  std::unique_ptr<ProgressLine> progress_;
+};
+
+}  // namespace bonfire

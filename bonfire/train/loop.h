@@ -1,0 +1,25 @@
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <optional>
+
+#include "bonfire/base/api.h"
+#include "bonfire/comm/world.h"
+#include "bonfire/train/config.h"
+#include "bonfire/train/progress.h"
+#include "bonfire/train/report.h"
+
+namespace bonfire {
+
+struct TrainOptions {
+  std::filesystem::path folder;                     // the run folder, which exists; the same on all ranks
+  std::optional<ProgressLine::Options> progress{};  // what rank 0 shows of the steps; nothing: no words
+};
+
+// Trains as `config` says and leaves metrics, events and, where asked, a trace in the folder.
+// Collective. REQUIRES: config is resolved for world.size() ranks. Throws Error where a loss or gradient that is not finite
+// ends the run (train.nan_policy), with the same words on all ranks.
+BONFIRE_API TrainReport train(const World& world, const Config& config, const TrainOptions& options);
+
+}  // namespace bonfire

@@ -1,0 +1,202 @@
+#include "bonfire/train/loop.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <fstream>
+#include <map>
+#include <set>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "bonfire/base/error.h"
+#include "bonfire/train/run_folder.h"
+#include "tests/support/ranks.h"
+
+namespace bonfire {
+namespace {
+namespace fs = std::filesystem;
+
+// Batch 48, so that 1 to 4 ranks divide it, each in one part or four.
+constexpr const char* common = "[train]\nsteps = 4\nbatch = 48\n[optimizer]\nlr = 0.01\nwarmup = 1\n";
+
+const std::map<std::string, std::string> models = {
+    {"llama",
+     "[model]\ntype = \"llama\"\ndim = 16\nlayers = 2\nheads = 4\nkv_heads = 2\nffn = 24\nvocab = 40\n[data]\nsequence = "
+     "6\nbranching = 4\n"},
+    {"gpt2",
+     "[model]\ntype = \"gpt2\"\ndim = 16\nlayers = 2\nheads = 2\nvocab = 40\ntied = true\n[data]\nsequence = 6\nbranching = "
+     "4\n"},
+    {"mlp", "[model]\ntype = \"mlp\"\ndim = 16\nlayers = 2\ninputs = 12\nclasses = 5\n"},
+    {"vgg",
+     "[model]\ntype = \"vgg\"\nimage = 8\nchannels = 1\nconvolutions = [4, 0, 8, 0]\npool = 2\nffn = 16\nclasses = 5\n"}};
+
+struct Outcome {
+  std::vector<nlohmann::json> metrics;
+  TrainReport report;
+  std::string error;  // of rank 0
+  fs::path folder;
+
+  std::vector<double> losses() const {
+    std::vector<double> values;
+    for (const auto& line : metrics) values.push_back(line.at("loss").get<double>());
+    return values;
+  }
+};
+
+class Loop : public ::testing::Test {
+ protected:
+  Loop() : parent_(fs::path(::testing::TempDir()) / "bonfire_loop_test") { fs::remove_all(parent_); }
+  ~Loop() override { fs::remove_all(parent_); }
+
+  // Every rank a thread of this process.
+  Outcome run(const std::string& model, int ranks, std::vector<std::string> overrides = {}) {
+    overrides.push_back("run.folder=" + parent_.string());
+    overrides.push_back("run.device=cpu");
+    Config config = parse_config(models.at(model) + common, "a.toml", overrides);
+    resolve(config, ranks);
+    Outcome outcome;
+    outcome.folder = make_run_folder(config);
+    bonfire::testing::run_ranks(ranks, [&](World& world) {
+      try {
+        const auto report = train(world, config, {.folder = outcome.folder});
+        if (world.rank() == 0) outcome.report = report;
+      } catch (const Error& error) {
+        if (world.rank() == 0) outcome.error = error.what();
+      }
+    });
+    std::ifstream in(outcome.folder / "metrics.jsonl");
+    for (std::string line; std::getline(in, line);) outcome.metrics.push_back(nlohmann::json::parse(line));
+    return outcome;
+  }
+
+  fs::path parent_;
+};
+
+class Parity : public Loop, public ::testing::WithParamInterface<std::string> {};
+
+TEST_P(Parity, EveryLayoutHasTheLossesOfOneRank) {
+  const auto expected = run(GetParam(), 1).losses();
+  ASSERT_EQ(expected.size(), 4u);
+  EXPECT_NE(expected.front(), expected.back());
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    for (const int parts : {1, 4}) {
+      const auto losses = run(GetParam(), ranks, {fmt::format("train.microbatch={}", 48 / ranks / parts)}).losses();
+      ASSERT_EQ(losses.size(), expected.size());
+      for (std::size_t step = 0; step < losses.size(); ++step) {
+        EXPECT_NEAR(losses[step], expected[step], 1e-5 * std::abs(expected[step]))
+            << ranks << " ranks, " << parts << " microbatches, step " << step + 1;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, Parity, ::testing::Values("llama", "gpt2", "mlp", "vgg"),
+                         [](const auto& info) { return info.param; });
+
+TEST_F(Loop, TwoRunsOfOneLayoutHaveEqualBits) {
+  const auto one = run("llama", 2, {"train.microbatch=6"}), two = run("llama", 2, {"train.microbatch=6"});
+  EXPECT_EQ(one.losses(), two.losses());
+  EXPECT_EQ(one.metrics.back().at("grad_norm"), two.metrics.back().at("grad_norm"));
+  EXPECT_NE(one.losses(), run("llama", 2, {"train.microbatch=6", "train.seed=2"}).losses());
+}
+
+TEST_F(Loop, EachLineOfMetricsHasTheKeysThatScriptsRelyOn) {
+  const auto outcome = run("llama", 2, {"train.eval_every=2", "train.eval_batches=2"});
+  ASSERT_EQ(outcome.metrics.size(), 4u);
+  for (std::size_t i = 0; i < 4; ++i) {
+    const auto& line = outcome.metrics[i];
+    EXPECT_EQ(line.at("step"), i + 1);
+    for (const char* key : {"loss", "grad_norm", "lr", "tokens_per_second", "memory_bytes", "skipped"}) {
+      EXPECT_TRUE(line.at(key).is_number()) << key << " in " << line;
+    }
+    EXPECT_EQ(line.contains("eval_loss"), i % 2 == 1) << line;
+  }
+  EXPECT_EQ(outcome.report.steps, 4);
+  EXPECT_EQ(outcome.report.loss_first, outcome.losses().front());
+  EXPECT_EQ(outcome.report.loss_last, outcome.losses().back());
+  EXPECT_GT(outcome.report.peak_memory_bytes, 0);
+  EXPECT_GT(outcome.report.predicted_memory_bytes, 0);
+  ASSERT_TRUE(outcome.report.entropy_floor.has_value());
+  EXPECT_TRUE(fs::exists(outcome.folder / "config.toml"));
+  EXPECT_TRUE(fs::exists(outcome.folder / "report.json"));
+}
+
+TEST_F(Loop, EvaluationDoesNotDependOnTheLayoutNorDisturbTraining) {
+  const std::vector<std::string> often = {"train.eval_every=1", "train.eval_batches=3"};
+  const auto one = run("gpt2", 1, often), three = run("gpt2", 3, often), none = run("gpt2", 1);
+  EXPECT_EQ(one.losses(), none.losses());
+  for (std::size_t i = 0; i < 4; ++i) {
+    const double expected = one.metrics[i].at("eval_loss");
+    EXPECT_NEAR(three.metrics[i].at("eval_loss").get<double>(), expected, 1e-5 * expected);
+    EXPECT_NE(expected, one.losses()[i]) << "held-out data are not the training data";
+  }
+}
+
+TEST_F(Loop, LowerPrecisionsTrainOnTheCpu) {
+  const auto expected = run("llama", 2).losses();
+  for (const char* precision : {"bf16", "fp16"}) {
+    const auto outcome = run("llama", 2, {std::string("train.precision=") + precision});
+    ASSERT_EQ(outcome.metrics.size(), 4u) << outcome.error;
+    for (std::size_t i = 0; i < 4; ++i) EXPECT_NEAR(outcome.losses()[i], expected[i], 0.02 * expected[i]) << precision;
+    EXPECT_EQ(outcome.report.skipped, 0) << precision;
+  }
+}
+
+TEST_F(Loop, StepsThatTheScalerSkipsAreCounted) {
+  // The first scale is so large that gradients overflow until it has been halved a few times.
+  const auto outcome = run("llama", 2, {"train.precision=fp16", "optimizer.loss_scale=1e9", "train.steps=30"});
+  EXPECT_GT(outcome.report.skipped, 0) << outcome.error;
+  EXPECT_LT(outcome.report.skipped, 30);
+  EXPECT_EQ(outcome.metrics.back().at("skipped"), outcome.report.skipped);
+  EXPECT_LT(outcome.losses().back(), outcome.losses().front());
+}
+
+TEST_F(Loop, ANanOnOneRankEndsTheRunOnAll) {
+  const auto outcome = run("llama", 3, {"fault.nan_step=2", "fault.nan_rank=1"});
+  EXPECT_NE(outcome.error.find("step 2: the loss is nan, from rank 1"), std::string::npos) << outcome.error;
+  EXPECT_NE(outcome.error.find("train.nan_policy = stop"), std::string::npos) << outcome.error;
+  ASSERT_EQ(outcome.metrics.size(), 2u);
+  EXPECT_TRUE(outcome.metrics.back().at("loss").is_null());
+}
+
+TEST_F(Loop, OrTheStepIsSkippedOnAll) {
+  const auto outcome = run("llama", 3, {"fault.nan_step=2", "fault.nan_rank=1", "train.nan_policy=skip"});
+  EXPECT_EQ(outcome.error, "");
+  ASSERT_EQ(outcome.metrics.size(), 4u);
+  EXPECT_EQ(outcome.metrics[0].at("skipped"), 0);
+  EXPECT_EQ(outcome.metrics[1].at("skipped"), 1);
+  EXPECT_EQ(outcome.report.skipped, 1);
+  EXPECT_TRUE(std::isfinite(outcome.report.loss_last));
+}
+
+TEST_F(Loop, TheTraceShowsComputeAndCommunicationOfEveryRank) {
+  const auto outcome = run("llama", 2, {"train.trace_from=2", "train.trace_steps=2"});
+  const auto trace = nlohmann::json::parse(std::ifstream(outcome.folder / "trace.json"));
+  std::map<int, std::set<std::string>> seen;
+  for (const auto& event : trace.at("traceEvents")) {
+    if (event.at("ph") == "X") seen[event.at("pid")].insert(event.at("name"));
+  }
+  ASSERT_EQ(seen.size(), 2u);
+  for (const auto& [rank, names] : seen) {
+    for (const char* name : {"data", "forward", "backward", "optimizer", "all_reduce"}) {
+      EXPECT_TRUE(names.contains(name)) << name << " of rank " << rank;
+    }
+  }
+}
+
+TEST_F(Loop, CompressionsAndOptimizersTrain) {
+  for (const char* compression : {"bf16", "fp16", "powersgd"}) {
+    const auto outcome = run("llama", 2, {std::string("layout.compression=") + compression});
+    ASSERT_EQ(outcome.metrics.size(), 4u) << outcome.error;
+    EXPECT_LT(outcome.losses().back(), outcome.losses().front()) << compression;
+  }
+  for (const char* type : {"adam", "sgd"}) {
+    const auto outcome = run("llama", 2, {std::string("optimizer.type=") + type, "train.steps=20", "optimizer.lr=0.02"});
+    EXPECT_LT(outcome.losses().back(), outcome.losses().front()) << type;
+  }
+}
+
+}  // namespace
+}  // namespace bonfire
