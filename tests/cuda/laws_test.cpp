@@ -1,0 +1,67 @@
+// The laws of data parallelism over NCCL: ranks share the GPUs there are.
+#include <gtest/gtest.h>
+
+#include <ATen/ATen.h>
+
+#include "bonfire/comm/device.h"
+
+#include "tests/support/gpu_ranks.h"
+#include "tests/support/tiny_training.h"
+
+namespace bonfire {
+namespace {
+
+using testing::relative_distance;
+using testing::run_gpu_ranks;
+using testing::tiny_models;
+using testing::train_tiny;
+
+class GpuLaws : public ::testing::TestWithParam<int> {};
+
+// The weights of any number of GPU ranks are those of one CPU rank.
+TEST_P(GpuLaws, ParityOfEveryModel) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  run_gpu_ranks(GetParam(), [](World& world) {
+    for (const auto& [name, spec] : tiny_models())
+      for (const int accumulation : {1, 4}) {
+        SCOPED_TRACE(name);
+        const auto run = train_tiny(world, {.spec = spec, .accumulation = accumulation});
+        const auto alone = train_tiny(World(), {.spec = spec});
+        for (std::size_t step = 0; step < alone.losses.size(); ++step) EXPECT_NEAR(run.losses[step], alone.losses[step], 1e-9 * alone.losses[step]);
+        EXPECT_LT(relative_distance(run.weights, alone.weights), 1e-9);
+      }
+  });
+}
+
+TEST_P(GpuLaws, TwoRunsGiveEqualBits) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  run_gpu_ranks(GetParam(), [](World& world) {
+    for (const auto& [name, spec] : tiny_models()) {
+      SCOPED_TRACE(name);
+      const testing::TinyRun run{.spec = spec, .dtype = at::kFloat};
+      const auto first = train_tiny(world, run), second = train_tiny(world, run);
+      EXPECT_EQ(first.losses, second.losses);
+      EXPECT_TRUE(at::equal(first.weights, second.weights));
+    }
+  });
+}
+
+// Two bytes a number: the curve follows fp32's.
+TEST_P(GpuLaws, MixedPrecisionFollowsFp32) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  run_gpu_ranks(GetParam(), [](World& world) {
+    for (const auto& [name, spec] : tiny_models()) {
+      SCOPED_TRACE(name);
+      const auto exact = train_tiny(world, {.spec = spec, .dtype = at::kFloat});
+      for (const auto compute : {at::kBFloat16, at::kHalf}) {
+        const auto rounded = train_tiny(world, {.spec = spec, .dtype = at::kFloat, .compute = compute, .scaled = compute == at::kHalf});
+        for (std::size_t step = 0; step < exact.losses.size(); ++step) EXPECT_NEAR(rounded.losses[step], exact.losses[step], 0.02 * exact.losses[step]);
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, GpuLaws, ::testing::Values(1, 2, 4), [](const auto& info) { return "ranks" + std::to_string(info.param); });
+
+}  // namespace
+}  // namespace bonfire
