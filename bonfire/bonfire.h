@@ -7,6 +7,7 @@
 #include "bonfire/base/random.h"
 #include "bonfire/base/version.h"
 #include "bonfire/comm/device.h"
+#include "bonfire/comm/launch.h"
 #include "bonfire/comm/recorder.h"
 #include "bonfire/comm/world.h"
 #include "bonfire/nn/unit.h"

@@ -13,6 +13,8 @@
 #include <memory>
 #include <thread>
 
+#include <fmt/ranges.h>
+
 #include "bonfire/base/clock.h"
 #include "bonfire/base/error.h"
 #include "bonfire/comm/node_link.h"
@@ -175,15 +177,19 @@ class Attempt {
     options_.log.info("{}: passed on to {} ranks, which have {} s to end", signal_name(signal), living(),
                       std::chrono::duration_cast<std::chrono::seconds>(options_.stop_grace).count());
     signal_all(signal);
-    // A stopped rank hears nothing until it goes on.
-    for (const Rank& rank : ranks_)
-      if (rank.alive && rank.stopped) kill(-rank.process.pid, SIGCONT);
+    wake_stopped();
     kill_at_ = Clock::now() + options_.stop_grace;
   }
 
   void signal_all(int signal) const {
     for (const Rank& rank : ranks_)
       if (rank.alive) kill(-rank.process.pid, signal);
+  }
+
+  // A stopped rank hears nothing until it goes on.
+  void wake_stopped() const {
+    for (const Rank& rank : ranks_)
+      if (rank.alive && rank.stopped) kill(-rank.process.pid, SIGCONT);
   }
 
   void reap(Guardian& guardian) {
@@ -206,7 +212,10 @@ class Attempt {
   }
 
   void note_end(Rank& rank, int status) {
-    if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 0) {
+      done_.push_back(rank.process.rank);
+      return;
+    }
     const bool stopped_and_saved = WIFEXITED(status) && WEXITSTATUS(status) == 3;
     if (stopped_and_saved) saved_ = true;
     if (asked_to_stop_ && !stopped_and_saved) unsaved_ = true;
@@ -229,6 +238,9 @@ class Attempt {
 
   void choose_failure(NodeLink* link) {
     RankFailure first = first_failure(failures_);
+    // Nobody crashed, but somebody left: those who lost it are not to blame.
+    if (first.note && first.note->kind == FailureNote::Kind::communication && !done_.empty())
+      first.note->message += fmt::format(" (after rank {} had ended with exit code 0)", fmt::join(done_, ", "));
     if (link != nullptr) first = link->tell(first);
     end_because(first);
   }
@@ -242,6 +254,7 @@ class Attempt {
     ending_ = true;
     if (living() > 0) options_.log.error("{}; ending the other ranks", cause_of(failure));
     signal_all(SIGTERM);
+    wake_stopped();
     kill_at_ = Clock::now() + options_.grace;
   }
 
@@ -258,6 +271,7 @@ class Attempt {
   const Endpoint& store_;
   std::vector<Rank> ranks_;
   std::vector<RankFailure> failures_;
+  std::vector<int> done_;  // ended well
   std::optional<RankFailure> failure_;
   Deadline settled_{};
   std::optional<Deadline> kill_at_;

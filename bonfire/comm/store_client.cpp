@@ -12,12 +12,13 @@ wire::Writer request_of(Op op) { return wire::Writer(static_cast<std::uint8_t>(o
 
 }  // namespace
 
-StoreClient::StoreClient(StoreClientOptions options) : options_(std::move(options)) { idle_.push_back(connect()); }
+StoreClient::StoreClient(StoreClientOptions options) : options_(std::move(options)) {
+  idle_.push_back(connect(options_.connect_timeout));
+}
 
-Socket StoreClient::connect() const {
-  const Deadline deadline = deadline_in(options_.connect_timeout);
-  Socket connection = connect_to(options_.server, deadline);
-  exchange(connection, wire::Writer().text(wire::kGreeting).text(options_.token).finish(), options_.connect_timeout);
+Socket StoreClient::connect(Milliseconds patience) const {
+  Socket connection = connect_to(options_.server, deadline_in(patience));
+  exchange(connection, wire::Writer().text(wire::kGreeting).text(options_.token).finish(), Milliseconds(0));
   return connection;
 }
 
@@ -54,7 +55,7 @@ std::string StoreClient::ask(wire::Writer request, Milliseconds patience) {
       idle_.pop_back();
     }
   }
-  if (!connection) connection = connect();
+  if (!connection) connection = connect(options_.answer_timeout);
   const auto put_back = [&] {
     const std::lock_guard lock(mutex_);
     idle_.push_back(std::move(connection));
@@ -119,7 +120,7 @@ std::vector<std::string> StoreClient::list() {
 }
 
 StoreClient::Presence::Presence(const StoreClient& client, const std::string& key, const std::string& last_words)
-    : client_(client), key_(key), connection_(client.connect()) {
+    : client_(client), key_(key), connection_(client.connect(client.options_.answer_timeout)) {
   client_.exchange(connection_, request_of(Op::will).text(key).text(last_words).finish(), Milliseconds(0));
 }
 

@@ -70,7 +70,7 @@ class BONFIRE_API StoreClient {
   };
 
  private:
-  Socket connect() const;
+  Socket connect(Milliseconds patience) const;
   // The content of the answer.
   std::string ask(wire::Writer request, Milliseconds patience = Milliseconds(0));
   std::string exchange(const Socket& connection, const std::string& request, Milliseconds patience) const;

@@ -29,6 +29,7 @@ struct World::State {
   std::shared_ptr<ProgressBoard> progress = std::make_shared<ProgressBoard>();
   Group group;
   std::map<std::vector<int>, std::shared_ptr<Backend>> communicators;  // by members: axes with equal members share one
+  std::vector<std::shared_ptr<void>> companions;  // last, so that they end first
 
   std::shared_ptr<Backend> connect(c10::intrusive_ptr<c10d::Store> meeting, const Group::State& group) const {
     if (options.device.is_cuda())
@@ -86,6 +87,7 @@ c10::Device World::device() const { return state_->options.device; }
 const Log& World::log() const { return state_->options.log; }
 const Group& World::group() const { return state_->group; }
 const std::shared_ptr<ProgressBoard>& World::progress() const { return state_->progress; }
+void World::keep(std::shared_ptr<void> companion) const { state_->companions.push_back(std::move(companion)); }
 Recorder& World::recorder() const { return *state_->recorder; }
 c10d::Store& World::store() const { return *state_->store; }
 

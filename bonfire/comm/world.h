@@ -31,7 +31,7 @@ struct WorldOptions {
   int local_rank = 0;
   int local_size = 1;
   int node = 0;
-  Log log;
+  Log log{};
 };
 
 // One rank's view of all ranks of a run: a value handle. There is no global one; it is passed to whoever needs it, so many
@@ -59,6 +59,8 @@ class BONFIRE_API World {
   Recorder& recorder() const;
   // Where this rank notes how far it is, for the watchdog.
   const std::shared_ptr<ProgressBoard>& progress() const;
+  // Something that must live as long as the World and end before its groups: its watchdog.
+  void keep(std::shared_ptr<void> companion) const;
   // For rendezvous and small values; never null.
   c10d::Store& store() const;
 

@@ -134,6 +134,18 @@ TEST(Launcher, LeavesNoOrphansWhenItIsKilled) {
   }
 }
 
+// The same, started by a shell: what the test above looks for can be there.
+TEST(Launcher, AnotherParentLeavesOrphans) {
+  const std::string mark = unique_mark();
+  Child run({"sh", "-c", "sleep 1000 & echo up; wait"}, {{"MARK", mark}});
+  ASSERT_TRUE(run.said("up"));
+  run.send(SIGKILL);
+  EXPECT_EQ(run.wait(5s), -SIGKILL);
+  const std::vector<pid_t> orphans = test::processes_with(mark);
+  EXPECT_EQ(orphans.size(), 1u);
+  for (const pid_t orphan : orphans) kill(orphan, SIGKILL);
+}
+
 TEST(Launcher, PassesOnARequestToStop) {
   for (const int signal : {SIGINT, SIGTERM}) {
     Child run(launch({"-n", "2"}, "trap 'echo saved; exit 3' INT TERM; echo up; while true; do sleep 0.05; done"));

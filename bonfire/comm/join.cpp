@@ -1,0 +1,198 @@
+#include "bonfire/comm/join.h"
+
+#include <charconv>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <thread>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "bonfire/base/clock.h"
+#include "bonfire/base/error.h"
+#include "bonfire/comm/crash.h"
+#include "bonfire/comm/failure.h"
+#include "bonfire/comm/launcher.h"
+#include "bonfire/comm/progress.h"
+#include "bonfire/comm/rendezvous.h"
+#include "bonfire/comm/token_store.h"
+
+namespace bonfire {
+namespace {
+
+using namespace std::chrono_literals;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+std::string variable(const Variables& variables, const std::string& name) {
+  const auto found = variables.find(name);
+  return found == variables.end() ? std::string() : found->second;
+}
+
+std::chrono::milliseconds rendezvous_timeout(const JoinOptions& options) {
+  const std::string text = variable(options.variables, "BONFIRE_RENDEZVOUS_TIMEOUT");
+  if (text.empty()) return options.rendezvous_timeout;
+  double seconds = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seconds);
+  if (error != std::errc() || end != text.data() + text.size() || !(seconds > 0) || seconds > 1e6)
+    fail_config("BONFIRE_RENDEZVOUS_TIMEOUT is '{}': a number of seconds above 0 is needed", text);
+  return std::chrono::milliseconds(static_cast<long>(seconds * 1000));
+}
+
+bool on_one_machine(const Environment& place) { return place.local_size == place.size; }
+
+// The address of this machine that other ranks reach it at.
+std::string gloo_address(const JoinOptions& options, const Environment& place) {
+  const std::string interface = variable(options.variables, "GLOO_SOCKET_IFNAME");
+  if (!interface.empty()) return address_of_interface(interface.substr(0, interface.find(',')));
+  if (on_one_machine(place) || place.address.empty()) return options.world.address;
+  return address_towards(place.address);
+}
+
+StorePtr token_store(const Endpoint& server, const std::string& token, std::chrono::milliseconds timeout,
+                     std::shared_ptr<StoreServer> host = nullptr) {
+  auto client =
+      std::make_shared<StoreClient>(StoreClientOptions{.server = server, .token = token, .connect_timeout = timeout});
+  return c10::make_intrusive<TokenStore>(std::move(client), std::move(host));
+}
+
+StorePtr store_of(const Environment& place, const JoinOptions& options) {
+  const auto timeout = rendezvous_timeout(options);
+  if (place.hosted && place.source != LaunchSource::bonfire) {
+    c10d::TCPStoreOptions tcp;
+    tcp.port = static_cast<std::uint16_t>(place.port);
+    tcp.timeout = timeout;
+    tcp.waitWorkers = false;
+    return c10::make_intrusive<c10d::TCPStore>(place.address, tcp);
+  }
+  Endpoint server{place.address, place.port};
+  if (place.hosted) return token_store(server, place.token, timeout);
+
+  // Rank 0 hosts: on loopback unless there are ranks elsewhere.
+  if (on_one_machine(place)) server.host = "127.0.0.1";
+  const std::string token = job_token(options.variables, place.run_id.empty() ? to_string(server) : place.run_id);
+  std::shared_ptr<StoreServer> host;
+  if (place.rank == 0)
+    host = std::make_shared<StoreServer>(
+        StoreServerOptions{.listen = server, .token = token, .drain = 30s, .log = options.world.log});
+  try {
+    return token_store(server, token, timeout, std::move(host));
+  } catch (const Error& error) {
+    fail("missing rank 0, which listens at {}: {}", to_string(server), error.what());
+  }
+}
+
+// A rank that lost another one: where the failure shows, not where it began.
+bool is_communication_failure(const std::exception& error) {
+  if (dynamic_cast<const c10::DistError*>(&error) != nullptr) return true;
+  const std::string text = error.what();
+  for (const char* sign : {"gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL"})
+    if (text.find(sign) != std::string::npos) return true;
+  return false;
+}
+
+FailureNote::Kind kind_of(const std::exception& error) {
+  if (dynamic_cast<const ConfigError*>(&error) != nullptr) return FailureNote::Kind::configuration;
+  return is_communication_failure(error) ? FailureNote::Kind::communication : FailureNote::Kind::exception;
+}
+
+// LibTorch's exceptions carry a stack below their first line.
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+[[noreturn]] void leave(const std::string& error_file, FailureNote note, const std::string& words) {
+  note.at = now_ns();
+  if (!error_file.empty()) write_failure_note(error_file, note);
+  std::fflush(stdout);
+  std::fprintf(stderr, "bonfire: %s\n", words.c_str());
+  std::fflush(nullptr);
+  std::_Exit(note.kind == FailureNote::Kind::configuration ? 2 : 1);
+}
+
+}  // namespace
+
+World world_from_store(StorePtr store, const Environment& place, JoinOptions options) {
+  StorePtr own = c10::make_intrusive<c10d::PrefixStore>(fmt::format("attempt {}", place.restarts), std::move(store));
+  if (place.size > 1)
+    check_in(*own, {.rank = place.rank,
+                    .size = place.size,
+                    .configuration = options.configuration,
+                    .timeout = rendezvous_timeout(options),
+                    .log = options.world.log});
+  WorldOptions world = options.world;
+  world.local_rank = place.local_rank;
+  world.local_size = place.local_size;
+  world.node = place.node;
+  world.address = gloo_address(options, place);
+  if (options.device) world.device = options.device(place);
+  World joined = World::from_store(own, place.rank, place.size, world);
+  const StallLimits limits = WatchdogOptions::limits_from(options.variables);
+  if (place.size > 1 && (limits.silent > 0 || limits.behind > 0))
+    joined.keep(std::make_shared<Watchdog>(
+        own, joined.progress(),
+        WatchdogOptions{
+            .rank = place.rank, .size = place.size, .limits = limits, .on_stall = options.on_stall, .log = world.log}));
+  return joined;
+}
+
+World world_from_environment(JoinOptions options) {
+  const Environment place = resolve_environment(options.variables);
+  if (place.launches_itself)
+    fail_config("{} starts one process a node, which must start its own ranks: use bonfire::launch, or bonfire launch",
+                name_of(place.source));
+  StorePtr store = place.size == 1 ? StorePtr(c10::make_intrusive<c10d::HashStore>()) : store_of(place, options);
+  return world_from_store(std::move(store), place, std::move(options));
+}
+
+MeetingPlace::MeetingPlace(const std::string& address, Log log)
+    : token_(random_token()),
+      server_(std::make_shared<StoreServer>(
+          StoreServerOptions{.listen = {address, 0}, .token = token_, .drain = 30s, .log = std::move(log)})) {}
+
+std::string MeetingPlace::invitation() const { return to_string(server_->endpoint()) + " " + token_; }
+
+World world_from_invitation(const std::string& invitation, const Environment& place, JoinOptions options,
+                            MeetingPlace* host) {
+  const std::size_t space = invitation.find(' ');
+  require(space != std::string::npos, "'{}' is not an invitation", invitation);
+  const Endpoint server = parse_endpoint(invitation.substr(0, space));
+  Environment known = place;
+  known.address = server.host;
+  known.port = server.port;
+  StorePtr store = token_store(server, invitation.substr(space + 1), rendezvous_timeout(options),
+                               host != nullptr ? host->server_ : nullptr);
+  return world_from_store(std::move(store), known, std::move(options));
+}
+
+int run_rank(JoinOptions options, const std::function<int(World&)>& program) {
+  std::string error_file = variable(options.variables, "BONFIRE_ERROR_FILE");
+  try {
+    const Environment place = resolve_environment(options.variables);
+    error_file = place.error_file;
+    const CrashReport crash_report(place.rank);
+    if (!options.on_stall)
+      options.on_stall = [error_file](const std::string& verdict) {
+        leave(error_file, {FailureNote::Kind::stall, verdict, 0}, verdict);
+      };
+    const StallLimits limits = WatchdogOptions::limits_from(options.variables);
+    World world = world_from_environment(std::move(options));
+    try {
+      const int code = program(world);
+      // A rank that is done says so and stays until all are: the watchdog can then tell who did less than the others.
+      world.progress()->finish();
+      if (world.size() > 1 && limits.silent > 0 && limits.behind > 0) check_out(world.store(), world.size());
+      return code;
+    } catch (const std::exception& error) {
+      // Here, while the World still stands: taking it down could wait for ranks that are gone.
+      leave(error_file, {kind_of(error), first_line(error.what()), 0}, error.what());
+    } catch (...) {
+      leave(error_file, {FailureNote::Kind::exception, "an exception that is no std::exception", 0},
+            "an exception that is no std::exception");
+    }
+  } catch (const std::exception& error) {
+    leave(error_file, {kind_of(error), first_line(error.what()), 0}, error.what());
+  }
+}
+
+}  // namespace bonfire

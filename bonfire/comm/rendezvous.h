@@ -1,0 +1,37 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "bonfire/base/api.h"
+#include "bonfire/base/log.h"
+
+namespace c10d {
+class Store;
+}
+
+namespace bonfire {
+
+// What a rank says of itself when it arrives.
+struct CheckIn {
+  int rank = 0;
+  int size = 1;
+  std::string version = own_version();  // must be the same on all ranks
+  std::string configuration = {};       // a text that must be the same on all ranks: best a hash of the configuration
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);
+  std::chrono::milliseconds report_every = std::chrono::seconds(5);  // "have 3 of 4, missing rank 2"
+  Log log{};
+
+  BONFIRE_API static std::string own_version();  // Bonfire's and LibTorch's
+};
+
+// Collective: returns when all ranks are there and agree. Throws Error on every rank that is there where one is missing at
+// the timeout (and says which), two have one number (and names both), or they differ in size, version or configuration (and
+// names both values). REQUIRES: keys under "check-in/" of the store are not used by anybody else.
+BONFIRE_API void check_in(c10d::Store& store, const CheckIn& self);
+
+// Collective: returns when all `size` ranks have called it, so that none takes its connections down while another still
+// needs them. It waits without end: a watchdog says who is missing.
+BONFIRE_API void check_out(c10d::Store& store, int size);
+
+}  // namespace bonfire

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bonfire/base/api.h"
+#include "bonfire/comm/progress.h"
+
+namespace bonfire {
+
+// A rank as a watchdog last saw it.
+struct Observed {
+  Progress progress;
+  double silent = 0;  // seconds since its last sign of life
+};
+
+struct StallLimits {
+  double silent = 30;   // a rank from which nothing was heard for so long is lost; 0: never
+  double behind = 300;  // a rank for which others have waited so long is behind; 0: never
+};
+
+// Who holds the others up, and where everybody is, in one line; nothing where all is well. `ranks` is indexed by rank. A
+// rank that says it is busy holds nobody up, and neither does one that itself waits for another.
+BONFIRE_API std::optional<std::string> find_stall(const std::vector<Observed>& ranks, const StallLimits& limits);
+
+struct Straggler {
+  int rank = 0;
+  double own_seconds = 0;     // its own time in a step
+  double median_seconds = 0;  // of all ranks
+};
+
+// The slowest rank of the last step by its own time, where that is more than `factor` times the median.
+BONFIRE_API std::optional<Straggler> find_straggler(const std::vector<Progress>& ranks, double factor);
+
+}  // namespace bonfire

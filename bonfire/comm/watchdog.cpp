@@ -1,0 +1,175 @@
+#include "bonfire/comm/watchdog.h"
+
+#include <algorithm>
+#include <charconv>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "bonfire/base/error.h"
+
+namespace bonfire {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr const char* kVerdict = "watchdog/verdict";
+constexpr int kWatchers = 2;        // so that one of them may itself be the one that stands still
+constexpr int kStragglerSteps = 3;  // in a row, before it is worth a word
+
+std::string key_of(int rank) { return fmt::format("watchdog/rank/{}", rank); }
+
+double seconds(const Variables& variables, const std::string& name, double otherwise) {
+  const auto found = variables.find(name);
+  if (found == variables.end() || found->second.empty()) return otherwise;
+  double value = 0;
+  const std::string& text = found->second;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || !(value >= 0))
+    fail_config("{} is '{}': a number of seconds is needed, or 0 for never", name, text);
+  return value;
+}
+
+}  // namespace
+
+StallLimits WatchdogOptions::limits_from(const Variables& variables) {
+  const StallLimits usual;
+  return {seconds(variables, "BONFIRE_HEARTBEAT_TIMEOUT", usual.silent),
+          seconds(variables, "BONFIRE_STALL_TIMEOUT", usual.behind)};
+}
+
+class Watchdog::Loop {
+ public:
+  Loop(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<ProgressBoard> board, WatchdogOptions options)
+      : store_(store->clone()),
+        board_(std::move(board)),
+        options_(std::move(options)),
+        seen_(static_cast<std::size_t>(options_.size)) {
+    if (options_.interval == 0ms) {
+      double shortest = 10;
+      for (const double limit : {options_.limits.silent, options_.limits.behind})
+        if (limit > 0) shortest = std::min(shortest, limit);
+      options_.interval = std::chrono::milliseconds(std::max(20, static_cast<int>(shortest * 100)));
+    }
+    thread_ = std::thread([this] { run(); });
+  }
+
+  ~Loop() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    thread_.join();
+    board_->finish();
+    try {
+      publish();
+    } catch (const std::exception&) {
+      // Whoever hosts the store has gone first: nobody watches any more.
+    }
+  }
+
+ private:
+  struct Seen {
+    std::string text;
+    Nanoseconds at = now_ns();
+    Progress progress;
+  };
+
+  void run() {
+    Nanoseconds answered = now_ns();
+    Nanoseconds before = now_ns();
+    std::unique_lock lock(mutex_);
+    while (!wake_.wait_for(lock, options_.interval, [this] { return stopping_; })) {
+      lock.unlock();
+      // This process itself stood still (a suspended machine): what it knows of the others is old, not they.
+      if (options_.limits.silent > 0 && seconds_since(before) > options_.limits.silent / 2)
+        for (Seen& rank : seen_) rank.at = now_ns();
+      before = now_ns();
+      try {
+        publish();
+        if (store_->check({kVerdict})) return end(store_->get_to_str(kVerdict));
+        if (options_.rank < kWatchers && options_.size > 1) watch();
+        answered = now_ns();
+      } catch (const std::exception& error) {
+        if (options_.limits.silent > 0 && seconds_since(answered) > options_.limits.silent)
+          return end(fmt::format("rank {} cannot reach the job's store for {:.1f} s: {}", options_.rank,
+                                 seconds_since(answered), first_line(error.what())));
+      }
+      lock.lock();
+    }
+  }
+
+  static std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+  void publish() {
+    // The count makes every sign of life differ from the one before.
+    store_->set(key_of(options_.rank), fmt::format("{} {}", ++beat_, encode(board_->snapshot())));
+  }
+
+  void watch() {
+    std::vector<Observed> ranks(seen_.size());
+    for (std::size_t rank = 0; rank < seen_.size(); ++rank) {
+      Seen& seen = seen_[rank];
+      const std::string key = key_of(static_cast<int>(rank));
+      if (store_->check({key})) {
+        std::string text = store_->get_to_str(key);
+        if (text != seen.text) {
+          if (auto progress = decode_progress(text.substr(std::min(text.size(), text.find(' ')))))
+            seen.progress = std::move(*progress);
+          seen.text = std::move(text);
+          seen.at = now_ns();
+        }
+      }
+      ranks[rank] = {seen.progress, seconds_since(seen.at)};
+    }
+    if (const auto stall = find_stall(ranks, options_.limits)) store_->compareSet(kVerdict, "", *stall);
+    if (options_.rank == 0) look_for_straggler();
+  }
+
+  void look_for_straggler() {
+    if (options_.straggler_factor <= 0) return;
+    std::vector<Progress> ranks;
+    for (const Seen& seen : seen_) ranks.push_back(seen.progress);
+    const auto slowest = find_straggler(ranks, options_.straggler_factor);
+    if (!slowest) {
+      slow_steps_ = 0;
+      return;
+    }
+    const std::int64_t step = ranks[static_cast<std::size_t>(slowest->rank)].step;
+    if (slowest->rank != slow_rank_) slow_steps_ = 0;
+    if (slow_steps_ > 0 && step == slow_step_) return;  // seen already
+    slow_rank_ = slowest->rank;
+    slow_step_ = step;
+    if (++slow_steps_ != kStragglerSteps) return;
+    options_.log.warning("rank {} is the slowest: {:.1f} ms of its own in step {}, the median of all ranks is {:.1f} ms",
+                         slowest->rank, slowest->own_seconds * 1e3, step, slowest->median_seconds * 1e3);
+  }
+
+  void end(const std::string& verdict) {
+    options_.log.error("{}", verdict);
+    if (options_.on_stall) options_.on_stall(verdict);
+  }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<ProgressBoard> board_;
+  WatchdogOptions options_;
+  std::vector<Seen> seen_;
+  std::int64_t beat_ = 0;
+  int slow_rank_ = -1;
+  std::int64_t slow_step_ = -1;
+  int slow_steps_ = 0;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+Watchdog::Watchdog(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<ProgressBoard> board, WatchdogOptions options)
+    : loop_(std::make_unique<Loop>(std::move(store), std::move(board), std::move(options))) {}
+
+Watchdog::~Watchdog() = default;
+
+}  // namespace bonfire

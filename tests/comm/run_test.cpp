@@ -1,0 +1,278 @@
+// Real ranks, real faults: rows 1, 2, 3, 11, 13 and 18 of the list of faults, and every way to become a World.
+#include <signal.h>
+
+#include <random>
+#include <regex>
+#include <thread>
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include "bonfire/base/random.h"
+#include "bonfire/comm/socket.h"
+#include "bonfire/comm/store_server.h"
+#include "tests/comm/child.h"
+
+namespace bonfire {
+namespace {
+
+using namespace std::chrono_literals;
+using test::Child;
+using Variables = std::map<std::string, std::string>;
+
+const std::string kBonfire = BONFIRE_BUILD_DIR "/bonfire";
+const std::string kProgram = BONFIRE_BUILD_DIR "/rank_program";
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+std::vector<std::string> launch(int ranks, std::vector<std::string> options = {}) {
+  std::vector<std::string> words = {kBonfire, "launch", "-n", std::to_string(ranks)};
+  words.insert(words.end(), options.begin(), options.end());
+  words.insert(words.end(), {"--", kProgram});
+  return words;
+}
+
+void expect_all_done(Child& run, int ranks, const std::string& prefix = "") {
+  EXPECT_EQ(run.wait(60s), 0) << run.output();
+  const std::string sum = fmt::format("sum {}\n", ranks);
+  std::size_t count = 0;
+  const std::string output = run.output();
+  for (std::size_t at = 0; (at = output.find(prefix + sum, at)) != std::string::npos; ++at) ++count;
+  EXPECT_EQ(count, static_cast<std::size_t>(ranks)) << output;
+}
+
+// The process id of a rank, once it has said it.
+pid_t pid_of(Child& run, int rank) {
+  const std::regex words(fmt::format("pid (\\d+) is rank {} ", rank));
+  std::smatch found;
+  std::string output;
+  const bool there = test::eventually([&] {
+    output = run.output();
+    return std::regex_search(output, found, words);
+  });
+  EXPECT_TRUE(there) << output;
+  return there ? std::stoi(found[1]) : -1;
+}
+
+TEST(Run, Alone) {
+  Child run({kProgram}, {{"STEPS", "3"}});
+  expect_all_done(run, 1);
+}
+
+TEST(Run, UnderOurLauncher) {
+  Child run(launch(3), {{"STEPS", "20"}});
+  expect_all_done(run, 3);
+}
+
+TEST(Run, StartsItselfWhenAskedTo) {
+  Child argument({kProgram, "--ranks", "2"}, {{"STEPS", "3"}});
+  expect_all_done(argument, 2);
+  Child variable({kProgram}, {{"STEPS", "3"}, {"BONFIRE_RANKS", "2"}});
+  expect_all_done(variable, 2);
+  Child nonsense({kProgram, "--ranks=many"});
+  EXPECT_EQ(nonsense.wait(20s), 2);
+  EXPECT_TRUE(contains(nonsense.output(), "--ranks is 'many'")) << nonsense.output();
+}
+
+TEST(Run, OverTwoNodes) {
+  const std::string port = std::to_string(endpoint_of(listen_on({"127.0.0.2", 0})).port);
+  const auto node = [&](const std::string& number) {
+    return launch(2, {"--nodes", "2", "--node-rank", number, "--master", "127.0.0.2:" + port});
+  };
+  Child zero(node("0"), {{"STEPS", "5"}}), one(node("1"), {{"STEPS", "5"}});
+  EXPECT_EQ(zero.wait(30s), 0) << zero.output();
+  EXPECT_EQ(one.wait(30s), 0) << one.output();
+  EXPECT_TRUE(contains(one.output(), "is rank 3 of 4, local 1 of 2, node 1")) << one.output();
+  EXPECT_TRUE(contains(one.output(), "sum 4")) << one.output();
+}
+
+// Kubeflow's variables: one process a node, each its own launcher.
+TEST(Run, UnderKubeflow) {
+  const std::string port = std::to_string(endpoint_of(listen_on({"127.0.0.3", 0})).port);
+  const auto pod = [&](const char* rank) {
+    return Variables{
+        {"PET_NNODES", "2"},       {"PET_NPROC_PER_NODE", "1"},   {"PET_NODE_RANK", rank}, {"PET_MASTER_ADDR", "127.0.0.3"},
+        {"PET_MASTER_PORT", port}, {"BONFIRE_TOKEN", "a secret"}, {"STEPS", "3"}};
+  };
+  Child zero({kProgram}, pod("0")), one({kProgram}, pod("1"));
+  EXPECT_EQ(zero.wait(30s), 0) << zero.output();
+  EXPECT_EQ(one.wait(30s), 0) << one.output();
+  EXPECT_TRUE(contains(one.output(), "is rank 1 of 2, local 0 of 1, node 1")) << one.output();
+}
+
+// Slurm's variables: no launcher of ours, rank 0 hosts the store.
+Variables slurm(int rank, int size, const std::string& job) {
+  return {{"SLURM_PROCID", std::to_string(rank)},
+          {"SLURM_NTASKS", std::to_string(size)},
+          {"SLURM_LOCALID", std::to_string(rank)},
+          {"SLURM_NTASKS_PER_NODE", std::to_string(size)},
+          {"SLURM_NODEID", "0"},
+          {"SLURM_JOB_NODELIST", "localhost"},
+          {"SLURM_JOB_ID", job},
+          {"STEPS", "5"}};
+}
+
+std::string random_job() { return std::to_string(1000000 + Random(std::random_device{}()).below(0, 9999)); }
+
+TEST(Run, UnderSlurmsVariables) {
+  const std::string job = random_job();
+  // The one that hosts comes last.
+  Child one({kProgram}, slurm(1, 2, job)), zero({kProgram}, slurm(0, 2, job));
+  EXPECT_EQ(zero.wait(30s), 0) << zero.output();
+  EXPECT_EQ(one.wait(30s), 0) << one.output();
+  EXPECT_TRUE(contains(one.output(), "sum 2")) << one.output();
+}
+
+struct Crash {
+  const char* fault;
+  const char* named;
+  const char* stack;  // in the last lines
+};
+
+class RunCrash : public testing::TestWithParam<Crash> {};
+
+// Row 3: whatever ends a rank, it is the one that is named, and not those that lost it.
+TEST_P(RunCrash, IsTheOneReported) {
+  const Random random(test::random_seed());
+  const int bad = static_cast<int>(random.below(0, 3));
+  Child run(launch(3), {{"FAULT", GetParam().fault},
+                        {"FAULT_RANK", std::to_string(bad)},
+                        {"FAULT_STEP", std::to_string(random.below(1, 30))}});
+  EXPECT_NE(run.wait(20s), 0);
+  const std::string output = run.output();
+  EXPECT_TRUE(contains(output, fmt::format("error rank {} {}", bad, GetParam().named))) << output;
+  EXPECT_TRUE(contains(output, fmt::format("| about to {}", GetParam().fault))) << output;
+  EXPECT_TRUE(contains(output, GetParam().stack)) << output;
+  for (int rank = 0; rank < 3; ++rank) {
+    const bool blamed = contains(output, fmt::format("error rank {} ", rank));
+    EXPECT_EQ(blamed, rank == bad) << output;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Row3, RunCrash,
+                         testing::Values(Crash{"throw", "failed: sample 42 is broken", ""},
+                                         Crash{"exit", "ended with exit code 9", ""},
+                                         Crash{"segfault", "was killed by SIGSEGV", "crashed with SIGSEGV; its stack:"},
+                                         Crash{"abort", "was killed by SIGABRT", "crashed with SIGABRT; its stack:"},
+                                         Crash{"kill", "was killed by SIGKILL", ""},
+                                         Crash{"config", "failed: key 'x' is 7", ""}),
+                         [](const auto& info) { return info.param.fault; });
+
+// Row 1, from outside: a rank is killed at any moment, many times over, in the middle of collectives or between them.
+TEST(Run, AKilledRankIsNamedAndTheRunStartsAgain) {
+  const Random random(test::random_seed());
+  const int bad = static_cast<int>(random.below(0, 3));
+  Child run(launch(3, {"--max-restarts", "1"}), {{"STEPS", "400"}});
+  const pid_t victim = pid_of(run, bad);
+  ASSERT_TRUE(run.said("sum 3"));
+  std::this_thread::sleep_for(std::chrono::microseconds(random.below(1, 20000)));
+  const auto killed = std::chrono::steady_clock::now();
+  ASSERT_EQ(kill(victim, SIGKILL), 0);
+  ASSERT_TRUE(run.said(fmt::format("error rank {} was killed by SIGKILL", bad), 1s));
+  EXPECT_EQ(run.wait(30s), 0) << run.output();
+  EXPECT_LT(std::chrono::steady_clock::now() - killed, 30s);
+  EXPECT_TRUE(contains(run.output(), "restart 1 of 1")) << run.output();
+  EXPECT_TRUE(contains(run.output(), "done")) << run.output();
+}
+
+const Variables kQuick = {{"BONFIRE_HEARTBEAT_TIMEOUT", "1.5"}, {"BONFIRE_STALL_TIMEOUT", "1.5"}};
+const Variables kUnwatched = {{"BONFIRE_HEARTBEAT_TIMEOUT", "0"}, {"BONFIRE_STALL_TIMEOUT", "0"}};
+
+Variables with(Variables variables, const Variables& more) {
+  variables.insert(more.begin(), more.end());
+  return variables;
+}
+
+// Row 2. Rank 0 is a watcher itself, rank 2 is not.
+class RunStopped : public testing::TestWithParam<int> {};
+
+TEST_P(RunStopped, RankIsNamed) {
+  const Random random(test::random_seed());
+  Child run(launch(3), kQuick);
+  const pid_t victim = pid_of(run, GetParam());
+  ASSERT_TRUE(run.said("sum 3"));
+  std::this_thread::sleep_for(std::chrono::microseconds(random.below(0, 50000)));
+  ASSERT_EQ(kill(victim, SIGSTOP), 0);
+  EXPECT_EQ(run.wait(15s), 1) << run.output();
+  const std::regex words(fmt::format(
+      "rank {} (has not been heard of for [0-9.]+ s: it was|is behind:) in (no collective|all_reduce #\\d+ of 'world')",
+      GetParam()));
+  EXPECT_TRUE(std::regex_search(run.output(), words)) << run.output();
+}
+
+INSTANTIATE_TEST_SUITE_P(Row2, RunStopped, testing::Values(0, 2));
+
+TEST(Run, WithoutAWatchdogNobodyIsNamed) {
+  Child run(launch(2), kUnwatched);
+  const pid_t victim = pid_of(run, 1);
+  ASSERT_TRUE(run.said("sum 2"));
+  ASSERT_EQ(kill(victim, SIGSTOP), 0);
+  std::this_thread::sleep_for(3s);  // twice the limit that names it elsewhere
+  EXPECT_TRUE(run.running());
+  EXPECT_FALSE(contains(run.output(), "behind")) << run.output();
+  EXPECT_FALSE(contains(run.output(), "heard")) << run.output();
+}
+
+// A rank that sleeps, or has left a collective out: its heart beats, but the others wait for it.
+TEST(Run, ARankThatSleepsIsNamedWithWhatTheOthersWaitIn) {
+  Child run(launch(3), with(kQuick, {{"FAULT", "nap"}, {"FAULT_RANK", "1"}, {"FAULT_STEP", "7"}}));
+  EXPECT_EQ(run.wait(20s), 1) << run.output();
+  EXPECT_TRUE(contains(run.output(), "rank 1 is behind: in no collective; its last was all_reduce #7 of 'world'"))
+      << run.output();
+  EXPECT_TRUE(contains(run.output(), "ranks 0 and 2 wait in all_reduce #8 of 'world'")) << run.output();
+}
+
+// Row 12, outside of debug mode: one rank performs one collective less and leaves.
+TEST(Run, ARankThatLeftACollectiveOutIsNamed) {
+  Child run(launch(3), with(kQuick, {{"FAULT", "skip"}, {"FAULT_RANK", "2"}, {"STEPS", "10"}}));
+  EXPECT_EQ(run.wait(20s), 1) << run.output();
+  EXPECT_TRUE(contains(run.output(), "rank 2 has left: in no collective; its last was all_reduce #9 of 'world'"))
+      << run.output();
+  EXPECT_TRUE(contains(run.output(), "ranks 0 and 1 wait in all_reduce #10 of 'world'")) << run.output();
+}
+
+TEST(Run, ALongCheckpointIsNoAlarm) {
+  Child run(launch(2), with(kQuick, {{"BUSY_SECONDS", "3"}, {"STEPS", "6"}}));
+  expect_all_done(run, 2);
+  EXPECT_FALSE(contains(run.output(), "behind")) << run.output();
+}
+
+// Row 11.
+TEST(Run, TheSlowestRankIsNamed) {
+  Child run(launch(3), {{"SLOW_RANK", "2"}, {"STEPS", "60"}, {"BONFIRE_HEARTBEAT_TIMEOUT", "2"}});
+  EXPECT_EQ(run.wait(30s), 0) << run.output();
+  EXPECT_TRUE(contains(run.output(), "rank 2 is the slowest")) << run.output();
+  Child even(launch(3), {{"STEPS", "20"}});
+  EXPECT_EQ(even.wait(30s), 0) << even.output();
+  EXPECT_FALSE(contains(even.output(), "slowest")) << even.output();
+}
+
+// Row 13.
+TEST(Run, AMissingRankIsNamed) {
+  Child run(launch(4), {{"ABSENT_RANK", "2"}, {"BONFIRE_RENDEZVOUS_TIMEOUT", "1.5"}});
+  EXPECT_EQ(run.wait(20s), 1);
+  EXPECT_TRUE(contains(run.output(), "have 3 of 4, missing rank 2 after 1.5 s")) << run.output();
+}
+
+TEST(Run, TwoRanksWithOneNumberAreBothNamed) {
+  Child run(launch(3), {{"TWICE_RANK", "2"}});
+  EXPECT_EQ(run.wait(20s), 1);
+  const std::regex words("two processes say they are rank 0: pid (\\d+) on \\S+ and pid (\\d+) on");
+  std::smatch found;
+  const std::string output = run.output();
+  ASSERT_TRUE(std::regex_search(output, found, words)) << output;
+  EXPECT_NE(found[1], found[2]);
+}
+
+// Row 18.
+TEST(Run, ADifferentConfigurationIsNamed) {
+  Child run(launch(3), {{"SKEW_RANK", "1"}});
+  EXPECT_EQ(run.wait(20s), 1);
+  EXPECT_TRUE(std::regex_search(
+      run.output(), std::regex("ranks differ in their configuration: rank 0 \\(pid \\d+ on \\S+\\) has 'hash-a', "
+                               "rank 1 \\(pid \\d+ on \\S+\\) has 'hash-b'")))
+      << run.output();
+}
+
+}  // namespace
+}  // namespace bonfire

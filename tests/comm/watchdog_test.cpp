@@ -1,0 +1,226 @@
+#include "bonfire/comm/watchdog.h"
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "bonfire/base/error.h"
+#include "bonfire/comm/rendezvous.h"
+
+namespace bonfire {
+namespace {
+
+using namespace std::chrono_literals;
+
+const StallLimits kLimits{.silent = 30, .behind = 10};
+
+Progress::Lane lane(std::int64_t begun, std::int64_t ended, double age, std::vector<int> ranks = {0, 1, 2}) {
+  Progress::Lane made;
+  made.group = "replicate";
+  made.ranks = std::move(ranks);
+  made.collective = {begun, ended, CollectiveKind::all_reduce, age};
+  return made;
+}
+
+Observed rank_in(Progress::Lane lane) {
+  Observed rank;
+  rank.progress.lanes = {std::move(lane)};
+  return rank;
+}
+
+TEST(Stall, NobodyIsLateWhereAllAreTogether) {
+  EXPECT_FALSE(find_stall({rank_in(lane(5, 5, 1000)), rank_in(lane(5, 5, 1000)), rank_in(lane(5, 5, 1000))}, kLimits));
+  EXPECT_FALSE(find_stall({rank_in(lane(6, 5, 9)), rank_in(lane(6, 5, 9)), rank_in(lane(5, 5, 9))}, kLimits));
+}
+
+TEST(Stall, TheOneTheOthersWaitForIsNamedWithThePlaces) {
+  std::vector<Observed> ranks = {rank_in(lane(18, 17, 12)), rank_in(lane(18, 17, 11)), rank_in(lane(17, 16, 12.3))};
+  EXPECT_EQ(find_stall(ranks, kLimits),
+            "rank 2 is behind: in all_reduce #17 of 'replicate' since 12.3 s ago; ranks 0 and 1 wait in all_reduce #18 of "
+            "'replicate'");
+  EXPECT_FALSE(find_stall(ranks, {.silent = 30, .behind = 0}));
+  ranks[2].progress.busy = "checkpoint";
+  EXPECT_FALSE(find_stall(ranks, kLimits));
+}
+
+TEST(Stall, ASilentRankIsNamedEvenWhereItIsBusy) {
+  std::vector<Observed> ranks = {rank_in(lane(18, 17, 12)), rank_in(lane(18, 17, 11)), rank_in(lane(17, 17, 5))};
+  ranks[2].silent = 31;
+  ranks[2].progress.busy = "checkpoint";
+  const auto text = find_stall(ranks, kLimits);
+  ASSERT_TRUE(text.has_value());
+  EXPECT_EQ(text->find("rank 2 has not been heard of for 31.0 s"), 0u) << *text;
+  ranks[2].progress.finished = true;
+  ranks[2].progress.lanes[0].collective = {18, 18, CollectiveKind::all_reduce, 1};
+  EXPECT_FALSE(find_stall(ranks, kLimits));
+}
+
+// 0 waits for 1 in one group, and 1 for 2 in another: 2 is the reason.
+TEST(Stall, TheReasonIsAtTheEndOfTheChain) {
+  std::vector<Observed> ranks(3);
+  ranks[0].progress.lanes = {lane(4, 3, 20, {0, 1})};
+  ranks[1].progress.lanes = {lane(3, 3, 30, {0, 1}), lane(9, 8, 25, {1, 2})};
+  ranks[2].progress.lanes = {lane(8, 8, 40, {1, 2})};
+  const auto text = find_stall(ranks, kLimits);
+  ASSERT_TRUE(text.has_value());
+  EXPECT_EQ(text->find("rank 2 is behind"), 0u) << *text;
+  ranks[2].progress.busy = "evaluation";
+  EXPECT_FALSE(find_stall(ranks, kLimits));
+}
+
+TEST(Stall, ADeadlockNamesBothSides) {
+  std::vector<Observed> ranks(2);
+  ranks[0].progress.lanes = {lane(4, 3, 20, {0, 1}), lane(7, 7, 30, {1, 0})};
+  ranks[1].progress.lanes = {lane(3, 3, 30, {0, 1}), lane(8, 7, 20, {1, 0})};
+  const auto text = find_stall(ranks, kLimits);
+  ASSERT_TRUE(text.has_value());
+  EXPECT_EQ(text->find("ranks wait for each other: rank 0 is in all_reduce #4"), 0u) << *text;
+  EXPECT_NE(text->find("rank 1 is in all_reduce #8"), std::string::npos) << *text;
+}
+
+TEST(Stall, AnotherKindInTheSamePlaceIsAMismatch) {
+  std::vector<Observed> ranks = {rank_in(lane(5, 4, 20)), rank_in(lane(5, 4, 20)), rank_in(lane(5, 4, 20))};
+  EXPECT_FALSE(find_stall(ranks, kLimits));
+  ranks[1].progress.lanes[0].collective.kind = CollectiveKind::all_gather;
+  const auto text = find_stall(ranks, kLimits);
+  ASSERT_TRUE(text.has_value());
+  EXPECT_NE(text->find("rank 1 is in all_gather #5"), std::string::npos) << *text;
+}
+
+TEST(Stall, OneWhoNeverSendsIsNamed) {
+  std::vector<Observed> ranks = {rank_in(lane(0, 0, 0, {0, 1})), rank_in(lane(0, 0, 0, {0, 1}))};
+  ranks[1].progress.lanes[0].message = {3, 2, CollectiveKind::receive, 20};
+  const auto text = find_stall(ranks, kLimits);
+  ASSERT_TRUE(text.has_value());
+  EXPECT_EQ(*text, "rank 0 is behind: in no collective yet; rank 1 waits in receive #3 of 'replicate'");
+}
+
+TEST(Straggler, IsTheSlowestByItsOwnTime) {
+  std::vector<Progress> ranks(4);
+  for (Progress& rank : ranks) {
+    rank.step = 3;
+    rank.step_seconds = 1;
+    rank.own_seconds = 0.5;
+  }
+  EXPECT_FALSE(find_straggler(ranks, 1.5));
+  ranks[2].own_seconds = 0.9;
+  ASSERT_TRUE(find_straggler(ranks, 1.5));
+  EXPECT_EQ(find_straggler(ranks, 1.5)->rank, 2);
+  EXPECT_FALSE(find_straggler(ranks, 2));
+  ranks[0].step = -1;
+  EXPECT_FALSE(find_straggler(ranks, 1.5));
+}
+
+TEST(Progress, TravelsWholeAndGarbageDoesNot) {
+  ProgressBoard board;
+  ProgressBoard::Lane& group = board.lane("shard", {1, 3});
+  group.begin(7, CollectiveKind::all_gather);
+  group.end(6, CollectiveKind::all_gather);
+  group.begin(2, CollectiveKind::send);
+  board.finish_step(4);
+  const ProgressBoard::Busy busy(&board, "checkpoint");
+  const auto back = decode_progress(encode(board.snapshot()));
+  ASSERT_TRUE(back.has_value());
+  ASSERT_EQ(back->lanes.size(), 1u);
+  EXPECT_EQ(back->lanes[0].group, "shard");
+  EXPECT_EQ(back->lanes[0].ranks, (std::vector<int>{1, 3}));
+  EXPECT_EQ(back->lanes[0].collective.begun, 7);
+  EXPECT_EQ(back->lanes[0].collective.ended, 6);
+  EXPECT_EQ(back->lanes[0].collective.kind, CollectiveKind::all_gather);
+  EXPECT_EQ(back->lanes[0].message.begun, 2);
+  EXPECT_EQ(back->step, 4);
+  EXPECT_EQ(back->busy, "checkpoint");
+  for (const char* bad : {"", "{}", "[1]", "{\"lanes\":[[1]]}", "no"}) EXPECT_FALSE(decode_progress(bad)) << bad;
+}
+
+TEST(Progress, OwnTimeIsWithoutWaiting) {
+  ProgressBoard board;
+  board.finish_step(0);
+  {
+    const ProgressBoard::Waiting waiting(&board);
+    std::this_thread::sleep_for(50ms);
+  }
+  board.finish_step(1);
+  const Progress progress = board.snapshot();
+  EXPECT_GE(progress.step_seconds, 0.05);
+  EXPECT_LE(progress.own_seconds, progress.step_seconds - 0.05);
+}
+
+// Ranks as threads over one store.
+struct Ranks {
+  c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+
+  // What each of them threw.
+  std::vector<std::string> check_in_all(std::vector<CheckIn> ranks) const {
+    std::vector<std::string> errors(ranks.size());
+    std::vector<std::thread> threads;
+    for (std::size_t i = 0; i < ranks.size(); ++i)
+      threads.emplace_back([&, i] {
+        try {
+          check_in(*store, ranks[i]);
+        } catch (const Error& error) {
+          errors[i] = error.what();
+        }
+      });
+    for (std::thread& thread : threads) thread.join();
+    return errors;
+  }
+};
+
+TEST(CheckIn, AllThereIsFine) {
+  for (const std::string& error :
+       Ranks().check_in_all({{.rank = 0, .size = 3}, {.rank = 1, .size = 3}, {.rank = 2, .size = 3}}))
+    EXPECT_EQ(error, "");
+}
+
+TEST(CheckIn, VersionsAreCompared) {
+  const auto errors =
+      Ranks().check_in_all({{.rank = 0, .size = 2}, {.rank = 1, .size = 2, .version = "bonfire 9.9.9, LibTorch 2.11.0"}});
+  for (const std::string& error : errors) {
+    EXPECT_NE(error.find("version"), std::string::npos) << error;
+    EXPECT_NE(error.find("'" + CheckIn::own_version() + "'"), std::string::npos) << error;
+    EXPECT_NE(error.find("'bonfire 9.9.9, LibTorch 2.11.0'"), std::string::npos) << error;
+  }
+}
+
+TEST(CheckIn, SaysWhoIsMissingWhileItWaits) {
+  std::mutex mutex;
+  std::string said;
+  const Log log([&](LogLevel, std::string_view text) {
+    const std::lock_guard lock(mutex);
+    said += std::string(text) + "\n";
+  });
+  const auto errors = Ranks().check_in_all({{.rank = 0, .size = 4, .timeout = 500ms, .report_every = 100ms, .log = log},
+                                            {.rank = 1, .size = 4},
+                                            {.rank = 3, .size = 4}});
+  for (const std::string& error : errors) EXPECT_EQ(error, "have 3 of 4, missing rank 2 after 0.5 s");
+  EXPECT_NE(said.find("have 3 of 4, missing rank 2"), std::string::npos) << said;
+}
+
+TEST(CheckIn, AMissingRankZeroIsNamedByTheOthers) {
+  const auto errors =
+      Ranks().check_in_all({{.rank = 1, .size = 3, .timeout = 100ms}, {.rank = 2, .size = 3, .timeout = 100ms}});
+  for (const std::string& error : errors) EXPECT_NE(error.find("have 2 of 3, missing rank 0"), std::string::npos) << error;
+}
+
+TEST(CheckIn, ALateDoubleDoesNotDisturbTheOthers) {
+  const Ranks ranks;
+  ranks.check_in_all({{.rank = 0, .size = 2}, {.rank = 1, .size = 2}});
+  const auto errors = ranks.check_in_all({{.rank = 1, .size = 2}});
+  EXPECT_NE(errors[0].find("two processes say they are rank 1"), std::string::npos) << errors[0];
+  EXPECT_EQ(ranks.store->get_to_str("check-in/verdict"), "agreed");
+}
+
+TEST(Limits, ComeFromTheEnvironment) {
+  EXPECT_EQ(WatchdogOptions::limits_from({{"BONFIRE_HEARTBEAT_TIMEOUT", "2.5"}}).silent, 2.5);
+  EXPECT_EQ(WatchdogOptions::limits_from({{"BONFIRE_STALL_TIMEOUT", "0"}}).behind, 0);
+  EXPECT_EQ(WatchdogOptions::limits_from({}).behind, StallLimits{}.behind);
+  EXPECT_THROW(WatchdogOptions::limits_from({{"BONFIRE_STALL_TIMEOUT", "soon"}}), ConfigError);
+  EXPECT_THROW(WatchdogOptions::limits_from({{"BONFIRE_STALL_TIMEOUT", "-1"}}), ConfigError);
+}
+
+}  // namespace
+}  // namespace bonfire
