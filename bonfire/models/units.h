@@ -31,22 +31,21 @@ class TokenEmbeddingImpl : public Layer, public GradientSlots {
   std::shared_ptr<GradientSink>* slot(const at::Tensor& parameter) override;
 
  private:
-  at::Tensor weight_, positions_;
-  std::shared_ptr<GradientSink> weight_sink_;
+  nn::Embedding tokens_{nullptr};
+  bool tied_;  // then the root holds the weight, and `tokens_` is no child
+  at::Tensor positions_;
   Dropout dropout_;
 };
 BONFIRE_UNIT(TokenEmbedding);
 
 // Vectors into the model's width.
-class VectorEmbeddingImpl : public Layer, public GradientSlots {
+class VectorEmbeddingImpl : public Layer {
  public:
   VectorEmbeddingImpl(const UnitContext& context, const plan::UnitDescription& unit);
   at::Tensor forward(at::Tensor x) override;
-  std::shared_ptr<GradientSink>* slot(const at::Tensor& parameter) override;
 
  private:
-  at::Tensor weight_, bias_;
-  std::shared_ptr<GradientSink> weight_sink_, bias_sink_;
+  nn::Linear linear_{nullptr};
 };
 BONFIRE_UNIT(VectorEmbedding);
 
@@ -70,8 +69,7 @@ class MlpBlockImpl : public Layer {
   at::Tensor forward(at::Tensor x) override;
 
  private:
-  nn::Linear up_{nullptr}, down_{nullptr};
-  Dropout dropout_;
+  nn::FeedForward feed_{nullptr};
 };
 BONFIRE_UNIT(MlpBlock);
 
@@ -88,15 +86,13 @@ class ConvolutionImpl : public Layer {
 BONFIRE_UNIT(Convolution);
 
 // A hidden layer of VGG's classifier. The first of them flattens the image, averaged to squares of `pool`.
-class ClassifierImpl : public Layer, public GradientSlots {
+class ClassifierImpl : public Layer {
  public:
   ClassifierImpl(const UnitContext& context, const plan::UnitDescription& unit);
   at::Tensor forward(at::Tensor x) override;
-  std::shared_ptr<GradientSink>* slot(const at::Tensor& parameter) override;
 
  private:
-  at::Tensor weight_, bias_;
-  std::shared_ptr<GradientSink> weight_sink_, bias_sink_;
+  nn::Linear linear_{nullptr};
   std::int64_t pool_;
   Dropout dropout_;
 };
@@ -111,9 +107,8 @@ class OutputHeadImpl : public Head, public GradientSlots {
 
  private:
   nn::Norm norm_{nullptr};
-  nn::Linear output_{nullptr};  // null where the weight is tied
-  at::Tensor weight_;
-  std::shared_ptr<GradientSink> tied_sink_;
+  nn::Linear output_{nullptr};
+  bool tied_;  // then the root holds the weight, and `output_` is no child
 };
 BONFIRE_UNIT(OutputHead);
 

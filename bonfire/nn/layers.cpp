@@ -3,6 +3,8 @@
 #include <ATen/ops/scaled_dot_product_attention.h>
 
 #include "bonfire/kernels/activation.h"
+#include "bonfire/kernels/cross_entropy.h"
+#include "bonfire/kernels/embedding.h"
 #include "bonfire/kernels/norm.h"
 #include "bonfire/kernels/product.h"
 
@@ -25,6 +27,13 @@ Tensor LinearImpl::forward(const Tensor& x, const Tensor& residual) {
   return bonfire::linear(x, weight,
                          {.bias = bias, .residual = residual, .weight_sink = weight_sink_, .bias_sink = bias_sink_});
 }
+
+Tensor LinearImpl::loss(const Tensor& x, const Tensor& target) {
+  if (bias.defined()) return bonfire::cross_entropy(forward(x), target, {});
+  return bonfire::linear_cross_entropy(x, weight, target, {.weight_sink = weight_sink_});
+}
+
+Tensor EmbeddingImpl::forward(const Tensor& tokens) { return bonfire::embedding(weight, tokens, weight_sink_); }
 
 Tensor NormImpl::forward(const Tensor& x) {
   const NormOptions options{.eps = eps_, .weight_sink = weight_sink_, .bias_sink = bias_sink_};

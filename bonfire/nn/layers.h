@@ -32,8 +32,18 @@ class BONFIRE_API LinearImpl : public WeightedImpl {
   using WeightedImpl::WeightedImpl;
   // With a residual the result is added to it inside the product.
   at::Tensor forward(const at::Tensor& x, const at::Tensor& residual = {});
+  // The mean cross-entropy of the result against class numbers, without a second copy of the result.
+  at::Tensor loss(const at::Tensor& x, const at::Tensor& target);
 };
 TORCH_MODULE(Linear);
+
+// Rows of a weight [count, dim] for int64 tokens.
+class BONFIRE_API EmbeddingImpl : public WeightedImpl {
+ public:
+  using WeightedImpl::WeightedImpl;
+  at::Tensor forward(const at::Tensor& tokens);
+};
+TORCH_MODULE(Embedding);
 
 // A residual stream and its norm, see kernels/norm.h.
 struct Stream {

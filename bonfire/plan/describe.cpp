@@ -56,7 +56,7 @@ UnitDescription output_head(const ModelSpec& spec) {
 // Where the head is tied, the root holds the embedding, because two Units read it.
 void add_embedding(ModelDescription& model, const std::string& public_name) {
   const auto& spec = model.spec;
-  auto weight = plain("weight", {spec.vocab, spec.dim}, normal(kDeviation), public_name);
+  auto weight = plain("tokens.weight", {spec.vocab, spec.dim}, normal(kDeviation), public_name);
   UnitDescription embedding{.name = "embedding", .kind = UnitKind::embedding, .output_elements = spec.dim};
   if (spec.tied) {
     weight.name = "tokens";
@@ -111,8 +111,8 @@ void describe_gpt2(ModelDescription& model) {
   // Each block adds to the residual stream twice; GPT-2 starts those products smaller, so that the sum keeps its size.
   const Init residual = normal(kDeviation / std::sqrt(2.0 * static_cast<double>(spec.layers)));
   add_embedding(model, "transformer.wte.weight");
-  model.units.back().parameters.push_back(
-      plain("positions", {spec.positions, dim}, normal(kDeviation), "transformer.wpe.weight"));
+  auto& own = model.units.back().parameters;
+  own.insert(own.begin(), plain("positions", {spec.positions, dim}, normal(kDeviation), "transformer.wpe.weight"));
   for (std::int64_t i = 0; i < spec.layers; ++i) {
     const auto outside = [&](const char* name) { return fmt::format("transformer.h.{}.{}", i, name); };
     UnitDescription block{.name = fmt::format("blocks.{}", i), .kind = UnitKind::block};
@@ -154,8 +154,8 @@ void describe_mlp(ModelDescription& model) {
   const auto fan_in = [](std::int64_t in) { return normal(1 / std::sqrt(static_cast<double>(in))); };
   if (spec.inputs) {
     UnitDescription entry{.name = "embedding", .kind = UnitKind::embedding};
-    entry.parameters = {plain("weight", {dim, spec.inputs}, fan_in(spec.inputs), "embedding.weight"),
-                        plain("bias", {dim}, zeros, "embedding.bias")};
+    entry.parameters = {plain("linear.weight", {dim, spec.inputs}, fan_in(spec.inputs), "embedding.weight"),
+                        plain("linear.bias", {dim}, zeros, "embedding.bias")};
     entry.product_flops = product(spec.inputs, dim);
     entry.saved_elements = spec.inputs;
     entry.output_elements = dim;
@@ -166,10 +166,10 @@ void describe_mlp(ModelDescription& model) {
   for (std::int64_t i = 0; i < spec.layers; ++i) {
     const auto outside = [&](const char* name) { return fmt::format("blocks.{}.{}", i, name); };
     UnitDescription block{.name = fmt::format("blocks.{}", i), .kind = UnitKind::block};
-    block.parameters = {plain("up.weight", {spec.ffn, dim}, fan_in(dim), outside("up.weight")),
-                        plain("up.bias", {spec.ffn}, zeros, outside("up.bias")),
-                        plain("down.weight", {dim, spec.ffn}, fan_in(spec.ffn), outside("down.weight")),
-                        plain("down.bias", {dim}, zeros, outside("down.bias"))};
+    block.parameters = {plain("feed.up.weight", {spec.ffn, dim}, fan_in(dim), outside("up.weight")),
+                        plain("feed.up.bias", {spec.ffn}, zeros, outside("up.bias")),
+                        plain("feed.down.weight", {dim, spec.ffn}, fan_in(spec.ffn), outside("down.weight")),
+                        plain("feed.down.bias", {dim}, zeros, outside("down.bias"))};
     block.product_flops = 2 * product(dim, spec.ffn);
     block.saved_elements = dim + 2 * spec.ffn;
     block.output_elements = dim;
@@ -213,8 +213,9 @@ void describe_vgg(ModelDescription& model) {
   std::int64_t in = channels * spec.pool * spec.pool;
   for (const std::int64_t index : {0, 3}) {
     UnitDescription block{.name = fmt::format("blocks.{}", block_number++), .kind = UnitKind::block};
-    block.parameters = {plain("weight", {spec.ffn, in}, normal(deviation), fmt::format("classifier.{}.weight", index)),
-                        plain("bias", {spec.ffn}, zeros, fmt::format("classifier.{}.bias", index))};
+    block.parameters = {
+        plain("linear.weight", {spec.ffn, in}, normal(deviation), fmt::format("classifier.{}.weight", index)),
+        plain("linear.bias", {spec.ffn}, zeros, fmt::format("classifier.{}.bias", index))};
     block.product_flops = product(in, spec.ffn);
     block.saved_elements = in + spec.ffn;
     block.output_elements = spec.ffn;
