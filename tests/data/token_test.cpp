@@ -164,6 +164,7 @@ TEST_F(TokenFileTest, RefusesBadMegatronFiles) {
   refused([](Index& i) { i.documents = {0, 2, 1}; }, {"document bound 2", "is 1"});
   refused([](Index& i) { i.documents = {0}; }, {"byte 26", "is 1"});
   refused([](Index& i) { i.lengths = {2, 4}; }, {"m.bin", "10 bytes", "must have the 12"});
+  refused([](Index& i) { i.lengths = {2, 2}; }, {"m.bin", "10 bytes", "must have the 8"});
   refused([](Index& i) { i.lengths = {0, 0}, i.pointers = {0, 0}; }, {"holds no token"});
   refused([](Index& i) { i.lengths = {}, i.pointers = {}; }, {"byte 18", "is 0"});
 
