@@ -1,5 +1,6 @@
 #include "bonfire/comm/device.h"
 
+#include <ATen/Context.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "bonfire/base/error.h"
@@ -28,6 +29,13 @@ void set_current(c10::Device device) {
 
 void synchronize(c10::Device device) {
   if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+}
+
+void make_deterministic() {
+  auto& context = at::globalContext();
+  context.setDeterministicCuDNN(true);
+  context.setBenchmarkCuDNN(false);
+  context.setAllowTF32CuDNN(false);
 }
 
 }  // namespace bonfire

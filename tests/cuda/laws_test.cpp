@@ -35,6 +35,7 @@ TEST_P(GpuLaws, ParityOfEveryModel) {
 
 TEST_P(GpuLaws, TwoRunsGiveEqualBits) {
   BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
   run_gpu_ranks(GetParam(), [](World& world) {
     for (const auto& [name, spec] : tiny_models()) {
       SCOPED_TRACE(name);

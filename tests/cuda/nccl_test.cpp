@@ -119,6 +119,8 @@ TEST_P(Nccl, TheRecorderListsWhatRanAndWhen) {
   run_gpu_ranks(ranks(), [&](World& world) {
     const auto options = at::TensorOptions().device(world.device());
     auto a = at::ones({1 << 20}, options), b = at::ones({1 << 18}, options);
+    const auto count = [&] { return at::ones({10}, options).sum().item<float>(); };
+    count();  // kernels are loaded on first use, which waits for the whole GPU
     world.group().barrier().wait();
     wait_for_gpu(world.device());
     world.recorder().start();
@@ -146,13 +148,14 @@ TEST_P(Nccl, CollectivesQueueOnAnEmulatedLink) {
     const auto options = at::TensorOptions().device(world.device());
     const Group slow = world.group().over({.latency_seconds = 0.05, .bytes_per_second = 0});
     auto a = at::ones({1000}, options), b = at::ones({1000}, options);
+    const auto count = [&] { return at::ones({10}, options).sum().item<float>(); };
+    count();  // kernels are loaded on first use, which waits for the whole GPU
     world.group().barrier().wait();
     wait_for_gpu(world.device());
     world.recorder().start();
     const Nanoseconds begin = now_ns();
     Work first = slow.all_reduce(a), second = slow.all_reduce(b);
-    const auto free = at::ones({10}, options).sum().item<float>();  // waits for the current stream, not for the link
-    EXPECT_EQ(free, 10);
+    EXPECT_EQ(count(), 10);  // waits for the current stream, not for the link
     EXPECT_FALSE(second.done());
     first.wait();
     second.wait();
