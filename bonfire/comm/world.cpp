@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -30,6 +31,22 @@ struct World::State {
   Group group;
   std::map<std::vector<int>, std::shared_ptr<Backend>> communicators;  // by members: axes with equal members share one
   std::vector<std::shared_ptr<void>> companions;  // last, so that they end first
+
+  // `communicator`: of all ranks, where there is one already.
+  static std::shared_ptr<State> make(c10::intrusive_ptr<c10d::Store> store, int rank, int size, WorldOptions options,
+                                     std::shared_ptr<Backend> communicator) {
+    require(size >= 1 && rank >= 0 && rank < size, "rank {} of {}: ranks are numbered 0..size-1", rank, size);
+    auto state = std::make_shared<State>();
+    state->store = std::move(store);
+    state->rank = rank;
+    state->size = size;
+    state->options = std::move(options);
+    std::vector<int> everybody(static_cast<std::size_t>(size));
+    std::iota(everybody.begin(), everybody.end(), 0);
+    if (communicator) state->communicators[everybody] = std::move(communicator);
+    state->group = state->make_group(Axis::world, everybody);
+    return state;
+  }
 
   std::shared_ptr<Backend> connect(c10::intrusive_ptr<c10d::Store> meeting, const Group::State& group) const {
     if (options.device.is_cuda())
@@ -66,16 +83,14 @@ struct World::State {
 World::World() : World(from_store(c10::make_intrusive<c10d::HashStore>(), 0, 1)) {}
 
 World World::from_store(c10::intrusive_ptr<c10d::Store> store, int rank, int size, WorldOptions options) {
-  require(size >= 1 && rank >= 0 && rank < size, "rank {} of {}: ranks are numbered 0..size-1", rank, size);
-  auto state = std::make_shared<State>();
-  state->store = std::move(store);
-  state->rank = rank;
-  state->size = size;
-  state->options = std::move(options);
-  std::vector<int> everybody(static_cast<std::size_t>(size));
-  std::iota(everybody.begin(), everybody.end(), 0);
-  state->group = state->make_group(Axis::world, everybody);
-  return World(std::move(state));
+  return World(State::make(std::move(store), rank, size, std::move(options), nullptr));
+}
+
+World World::from_process_group(c10::intrusive_ptr<c10d::Backend> process_group, c10::intrusive_ptr<c10d::Store> store, WorldOptions options) {
+  if (options.device.is_cuda())
+    fail_config("a World from a process group is for the CPU and Gloo; for device {} make it from the store", options.device.str());
+  const int rank = process_group->getRank(), size = process_group->getSize();
+  return World(State::make(std::move(store), rank, size, std::move(options), adopt_gloo_backend(std::move(process_group))));
 }
 
 int World::rank() const { return state_->rank; }

@@ -14,8 +14,9 @@
 #include "bonfire/comm/mesh.h"
 
 namespace c10d {
+class Backend;
 class Store;
-}
+}  // namespace c10d
 
 namespace bonfire {
 
@@ -42,6 +43,10 @@ class BONFIRE_API World {
   World();
   // Inside an existing program that has a store. Collective.
   static World from_store(c10::intrusive_ptr<c10d::Store> store, int rank, int size, WorldOptions options = {});
+  // Inside an existing program that has a Gloo process group: collectives of all ranks go over it. Axes of a mesh that hold
+  // fewer ranks connect through the store. Collective.
+  static World from_process_group(c10::intrusive_ptr<c10d::Backend> process_group, c10::intrusive_ptr<c10d::Store> store,
+                                  WorldOptions options = {});
 
   int rank() const;
   int size() const;
