@@ -14,8 +14,10 @@ inline constexpr int kFailed = 1;
 inline constexpr int kBadRequest = 2;
 inline constexpr int kStoppedAfterSaving = 3;
 
+void add_bench_step(CLI::App& bench, int& exit_code);  // a subcommand of `bench`
 void add_doctor(CLI::App& program, int& exit_code);
 void add_launch(CLI::App& program, int& exit_code);
 void add_tokens(CLI::App& program, int& exit_code);
+void add_train(CLI::App& program, int& exit_code);
 
 }  // namespace bonfire::cli

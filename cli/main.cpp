@@ -25,7 +25,11 @@ int main(int argc, char** argv) {
   CLI::App program("Bonfire trains one model on many GPUs.", "bonfire");
   program.set_version_flag("--version", "bonfire " BONFIRE_VERSION " (LibTorch " BONFIRE_TORCH_VERSION ")");
   program.require_subcommand(1);
+  add_train(program, exit_code);
   add_launch(program, exit_code);
+  CLI::App* bench = program.add_subcommand("bench", "Measure");
+  bench->require_subcommand(1);
+  add_bench_step(*bench, exit_code);
   add_doctor(program, exit_code);
   add_tokens(program, exit_code);
 

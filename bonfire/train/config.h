@@ -21,7 +21,8 @@ struct BONFIRE_API Config {
     std::string device = "auto";
     std::int64_t threads = 0;
     double timeout = 600;
-    double watchdog = 0;
+    double watchdog = 300;
+    double heartbeat = 30;
     bool debug_collectives = false;
   } run;
 

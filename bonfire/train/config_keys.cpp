@@ -43,8 +43,13 @@ const std::vector<ConfigKey>& config_keys() {
        .range = {.more_than = 0}},
       {.name = "run.watchdog",
        .field = FIELD(run.watchdog),
-       .help = "Seconds without progress after which the rank that is behind, and the collective it is in, are named and "
-               "the run is ended. 0: off.",
+       .help = "Seconds for which ranks may wait for another before that one, and the collective it is behind in, are named "
+               "and the run ends. 0: never. `BONFIRE_STALL_TIMEOUT` wins.",
+       .range = {.at_least = 0}},
+      {.name = "run.heartbeat",
+       .field = FIELD(run.heartbeat),
+       .help = "Seconds without a sign of life after which a rank counts as lost and the run ends. 0: never. "
+               "`BONFIRE_HEARTBEAT_TIMEOUT` wins.",
        .range = {.at_least = 0}},
       {.name = "run.debug_collectives",
        .field = FIELD(run.debug_collectives),

@@ -1,5 +1,7 @@
 #include "bonfire/train/predict.h"
 
+#include <algorithm>
+
 namespace bonfire {
 namespace {
 
@@ -15,6 +17,16 @@ std::int64_t optimizer_states(const Config::Optimizer& optimizer) {
 }
 
 std::int64_t tokens_per_sample(const Config& config) { return config.reads_tokens() ? config.data.sequence : 1; }
+
+// Elements per token of the largest gradient of something inside a Unit that exists beside all that forward has kept.
+std::int64_t working_elements(const plan::ModelDescription& model) {
+  const auto& spec = model.spec;
+  if (spec.type == plan::ModelType::llama) return 2 * spec.ffn;  // gate and up are one product
+  if (spec.type != plan::ModelType::vgg) return spec.ffn;
+  std::int64_t largest = 0;
+  for (const auto& unit : model.units) largest = std::max(largest, unit.saved_elements);
+  return largest;
+}
 
 // Input and target of one sample.
 std::int64_t sample_bytes(const Config& config) {
@@ -53,6 +65,7 @@ MemoryPrediction predict_memory(const Config& config) {
     bytes.communication = trained * (layout.compression == plan::Compression::powersgd ? master_bytes : 2);
   }
   for (const auto& unit : model.units) bytes.activations += unit.activation_bytes(compute_bytes);
+  bytes.activations += working_elements(model) * compute_bytes;
   bytes.activations *= config.train.microbatch * tokens_per_sample(config);
   // The step in use and the two that the loader reads ahead.
   bytes.data = 3 * config.train.batch / config.data_ranks() * sample_bytes(config);

@@ -19,7 +19,6 @@ std::string per_cent(double share) { return fmt::format("{:.1f}%", 100 * share);
 
 std::string to_json(const TrainReport& report) {
   nlohmann::json json{{"name", report.name},
-                      {"run_folder", report.run_folder},
                       {"steps", report.steps},
                       {"skipped", report.skipped},
                       {"loss_first", number(report.loss_first)},
@@ -29,6 +28,7 @@ std::string to_json(const TrainReport& report) {
                       {"peak_memory_bytes", report.peak_memory_bytes},
                       {"predicted_memory_bytes", report.predicted_memory_bytes},
                       {"exposed_communication", number(report.exposed_communication)}};
+  if (!report.run_folder.empty()) json["run_folder"] = report.run_folder;
   if (report.entropy_floor) json["entropy_floor"] = *report.entropy_floor;
   if (report.eval_loss) json["eval_loss"] = number(*report.eval_loss);
   if (report.mfu) json["mfu"] = *report.mfu;
@@ -59,7 +59,7 @@ std::string summary(const TrainReport& report) {
   line("memory", fmt::format("{} predicted, {} measured at the peak of the largest rank ({}{})",
                              format_bytes(report.predicted_memory_bytes), format_bytes(report.peak_memory_bytes),
                              off < 0 ? "" : "+", per_cent(off)));
-  line("folder", report.run_folder);
+  if (!report.run_folder.empty()) line("folder", report.run_folder);
   return out;
 }
 

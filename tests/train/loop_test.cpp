@@ -123,6 +123,23 @@ TEST_F(Loop, EachLineOfMetricsHasTheKeysThatScriptsRelyOn) {
   EXPECT_TRUE(fs::exists(outcome.folder / "report.json"));
 }
 
+TEST_F(Loop, TheMemoryIsWhatWasPredicted) {
+  // Large enough that what does not grow with the model is small beside it. One rank: the meter counts the whole process.
+  for (const auto& [model, size] : std::map<std::string, std::vector<std::string>>{
+           {"llama", {"model.dim=64", "model.ffn=192", "model.vocab=512", "data.sequence=64"}},
+           {"gpt2", {"model.dim=64", "model.vocab=512", "data.sequence=64"}},
+           {"mlp", {"model.dim=256", "train.batch=256"}},
+           {"vgg", {"model.image=32", "model.convolutions=[16, 0, 32, 0]", "model.pool=8", "model.ffn=256"}}}) {
+    for (const char* precision : {"fp32", "bf16"}) {
+      auto overrides = size;
+      overrides.push_back(std::string("train.precision=") + precision);
+      const auto report = run(model, 1, overrides).report;
+      const auto predicted = static_cast<double>(report.predicted_memory_bytes);
+      EXPECT_NEAR(predicted, static_cast<double>(report.peak_memory_bytes), 0.1 * predicted) << model << " in " << precision;
+    }
+  }
+}
+
 TEST_F(Loop, EvaluationDoesNotDependOnTheLayoutNorDisturbTraining) {
   const std::vector<std::string> often = {"train.eval_every=1", "train.eval_batches=3"};
   const auto one = run("gpt2", 1, often), three = run("gpt2", 3, often), none = run("gpt2", 1);

@@ -1,0 +1,59 @@
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+#include <CLI/App.hpp>
+
+#include "bonfire/train/loop.h"
+#include "cli/commands.h"
+#include "cli/start.h"
+
+namespace bonfire::cli {
+
+void add_bench_step(CLI::App& bench, int& exit_code) {
+  struct Arguments {
+    std::string file;
+    std::optional<int> ranks;
+    int steps = 20;
+    std::vector<std::string> overrides;
+    bool json = false;
+  };
+  auto arguments = std::make_shared<Arguments>();
+  CLI::App* command = bench.add_subcommand("step", "Time and memory of the training steps of a configuration");
+  command->add_option("file", arguments->file, "The configuration")->required()->type_name("FILE.toml");
+  command->add_option("--ranks", arguments->ranks, "Start this many local ranks")->check(CLI::PositiveNumber);
+  command->add_option("--steps", arguments->steps, "Steps to time, after one that is not")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command->add_option("--set", arguments->overrides, "Override a key of the file")
+      ->type_name("SECTION.KEY=VALUE")
+      ->allow_extra_args(false);
+  command->add_flag("--json", arguments->json, "Print one object on stdout; words go to stderr");
+
+  command->callback([arguments, &exit_code] {
+    // The first step sets up buffers and connections; the report leaves it out.
+    auto overrides = arguments->overrides;
+    overrides.push_back(fmt::format("train.steps={}", arguments->steps + 1));
+    overrides.push_back("train.eval_every=0");
+    Config config = load_config(arguments->file, overrides);
+
+    StartOptions options{.rank_arguments = {"bench", "step", arguments->file, "--steps", std::to_string(arguments->steps)},
+                         .ranks = arguments->ranks,
+                         .keep_folder = false};
+    for (const auto& text : arguments->overrides)
+      options.rank_arguments.insert(options.rank_arguments.end(), {"--set", text});
+    if (arguments->json) options.rank_arguments.push_back("--json");
+
+    exit_code = start(config, options, [&](const World& world, const std::filesystem::path& folder) {
+      TrainReport report = train(world, config, {.folder = folder});
+      report.run_folder.clear();  // it goes when the ranks have ended
+      if (world.rank() != 0) return;
+      fmt::print(stderr, "{}", summary(report));
+      if (arguments->json) fmt::print("{}\n", to_json(report));
+    });
+  });
+}
+
+}  // namespace bonfire::cli

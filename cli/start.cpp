@@ -1,0 +1,151 @@
+#include "cli/start.h"
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <thread>
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/base/random.h"
+#include "bonfire/base/version.h"
+#include "bonfire/comm/environment.h"
+#include "bonfire/comm/join.h"
+#include "bonfire/comm/launcher.h"
+#include "bonfire/train/build.h"
+#include "bonfire/train/run_data.h"
+#include "bonfire/train/run_folder.h"
+#include "cli/commands.h"
+
+namespace bonfire::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+// How a command tells the ranks that it starts where the run's folder is, and by that, that everything has been checked.
+constexpr const char* folder_variable = "BONFIRE_RUN_FOLDER";
+// Width of the terminal on which the ranks' words end; their own stderr is a pipe.
+constexpr const char* columns_variable = "BONFIRE_COLUMNS";
+
+int columns_of_terminal() {
+  winsize size{};
+  return isatty(STDERR_FILENO) && ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
+}
+
+fs::path temporary_folder() {
+  std::string name = (fs::temp_directory_path() / "bonfire-XXXXXX").string();
+  require(mkdtemp(name.data()) != nullptr, "cannot make a folder in '{}': {}", fs::temp_directory_path().string(),
+          std::strerror(errno));
+  return name;
+}
+
+fs::path make_folder(const Config& config, const StartOptions& options) {
+  return options.keep_folder ? make_run_folder(config) : temporary_folder();
+}
+
+int launch_here(const Config& config, const StartOptions& options, const Environment& place) {
+  LauncherOptions launcher;
+  launcher.program = {fs::read_symlink("/proc/self/exe").string()};
+  launcher.program.insert(launcher.program.end(), options.rank_arguments.begin(), options.rank_arguments.end());
+  launcher.ranks = place.local_size;
+  launcher.nodes = place.nodes;
+  launcher.node = place.node;
+  launcher.token = place.token;
+  if (place.nodes > 1) launcher.master = {place.address, place.port};
+  launcher.max_restarts = options.max_restarts;
+  launcher.echo = Echo::first;
+  if (const int columns = columns_of_terminal()) launcher.variables[columns_variable] = std::to_string(columns);
+  // On several nodes the ranks agree on one folder.
+  fs::path folder;
+  if (place.nodes == 1) {
+    folder = make_folder(config, options);
+    launcher.log_folder = folder / "logs";
+    launcher.variables[folder_variable] = folder.string();
+  }
+  const LaunchOutcome outcome = launch_ranks(std::move(launcher));
+  if (!options.keep_folder) fs::remove_all(folder);
+  return outcome.exit_code;
+}
+
+// Rank 0's folder, known to all. Collective.
+fs::path agree_on_folder(const World& world, const Config& config, const StartOptions& options) {
+  constexpr std::int64_t longest = 4096;
+  auto text = at::zeros({longest}, at::kByte);
+  if (world.rank() == 0) {
+    const std::string folder = make_folder(config, options).string();
+    require(folder.size() < longest, "the path of the run folder has {} letters, at most {} are allowed", folder.size(),
+            longest - 1);
+    std::memcpy(text.data_ptr(), folder.data(), folder.size());
+  }
+  text = text.to(world.device());
+  world.group().broadcast(text, 0).wait();
+  text = text.cpu();
+  return static_cast<const char*>(text.data_ptr());
+}
+
+JoinOptions join_options(const Config& config, Variables variables) {
+  JoinOptions join;
+  join.world.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(config.run.timeout * 1e3));
+  join.world.debug = config.run.debug_collectives;
+  join.device = [&config](const Environment& place) { return device_of(config, place.local_rank); };
+  // Ranks that were started with different files or versions must not train together.
+  join.configuration = fmt::format("{} {:016x}", BONFIRE_VERSION, Random(0).fork(to_toml(config)).key());
+  variables.try_emplace("BONFIRE_STALL_TIMEOUT", fmt::format("{}", config.run.watchdog));
+  variables.try_emplace("BONFIRE_HEARTBEAT_TIMEOUT", fmt::format("{}", config.run.heartbeat));
+  join.variables = std::move(variables);
+  return join;
+}
+
+// Who and where this process is, or, where it is to start ranks itself, how many.
+Environment find_place(const Config& config, const StartOptions& options, const Variables& variables) {
+  Environment place = options.ranks ? Environment{} : resolve_environment(variables);
+  if (place.source == LaunchSource::none) {
+    place.size = place.local_size = options.ranks ? *options.ranks : static_cast<int>(config.ranks());
+    place.launches_itself = place.size > 1;
+  } else if (place.launches_itself) {
+    place.size = place.local_size * place.nodes;
+  }
+  return place;
+}
+
+}  // namespace
+
+int start(Config& config, const StartOptions& options, const RankBody& body) {
+  Variables variables = process_variables();
+  const Environment place = find_place(config, options, variables);
+  resolve(config, place.size);
+  // Where the starter has checked, or another rank of this machine does, nothing is read twice.
+  const auto folder = variables.find(folder_variable);
+  const bool started_by_us = place.source == LaunchSource::bonfire && folder != variables.end();
+  if (!started_by_us) {
+    device_of(config, place.local_rank);
+    if (place.local_rank == 0) open_data(config, TokenCheck::all);
+  }
+  if (place.launches_itself) return launch_here(config, options, place);
+
+  at::set_num_threads(config.run.threads > 0 ? static_cast<int>(config.run.threads)
+                                             : threads_per_rank(variables, place.local_size,
+                                                                static_cast<int>(std::thread::hardware_concurrency())));
+  // --ranks 1 is alone, whatever the environment says.
+  return run_rank(join_options(config, place.source == LaunchSource::none ? Variables{} : variables), [&](World& world) {
+    const fs::path where = started_by_us ? fs::path(folder->second) : agree_on_folder(world, config, options);
+    body(world, where);
+    if (!started_by_us && !options.keep_folder && world.rank() == 0) fs::remove_all(where);
+    return kDone;
+  });
+}
+
+ProgressLine::Options progress_to_stderr() {
+  auto options = ProgressLine::to_stderr();
+  if (const char* columns = std::getenv(columns_variable); columns && !options.terminal) {
+    options.terminal = true;
+    options.columns = std::atoi(columns);
+  }
+  return options;
+}
+
+}  // namespace bonfire::cli

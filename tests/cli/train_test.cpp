@@ -1,0 +1,138 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "tests/cli/command.h"
+
+// `bonfire train` with real processes, as a person would run it.
+namespace bonfire {
+namespace {
+namespace fs = std::filesystem;
+using bonfire::testing::Scratch;
+
+constexpr const char* tiny = R"([run]
+name = "tiny"
+device = "cpu"
+[model]
+dim = 16
+layers = 2
+heads = 2
+vocab = 40
+[data]
+sequence = 6
+branching = 4
+[train]
+steps = 4
+batch = 12
+[optimizer]
+lr = 0.01
+warmup = 1
+)";
+
+std::vector<nlohmann::json> lines_of(const std::string& text) {
+  std::vector<nlohmann::json> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.push_back(nlohmann::json::parse(line));
+  return lines;
+}
+
+std::vector<double> losses(const Scratch& scratch, const std::string& folder) {
+  std::vector<double> values;
+  for (const auto& line : lines_of(scratch.read(folder + "/metrics.jsonl"))) values.push_back(line.at("loss").get<double>());
+  return values;
+}
+
+TEST(Train, PrintsOneObjectAndLeavesItsFolder) {
+  const Scratch scratch;
+  scratch.write("a.toml", tiny);
+  const auto ended = scratch.bonfire("train a.toml --ranks 2 --json --set train.trace_steps=1");
+  ASSERT_EQ(ended.code, 0) << ended.err;
+  const auto report = nlohmann::json::parse(ended.out);
+  EXPECT_EQ(report.at("steps"), 4);
+  EXPECT_EQ(report.at("run_folder"), "runs/tiny");
+  for (const char* key : {"loss_first", "loss_last", "entropy_floor", "tokens_per_second", "peak_memory_bytes"}) {
+    EXPECT_TRUE(report.at(key).is_number()) << key;
+  }
+  EXPECT_NE(ended.err.find("step: 1 "), std::string::npos) << ended.err;
+  EXPECT_NE(ended.err.find("runs/tiny"), std::string::npos) << "the summary is missing from: " << ended.err;
+
+  for (const char* file :
+       {"config.toml", "metrics.jsonl", "trace.json", "report.json", "logs/rank-0.log", "logs/rank-1.log"}) {
+    EXPECT_TRUE(fs::exists(scratch.path() / "runs/tiny" / file)) << file;
+  }
+  const auto is_event_file = [](const auto& entry) {
+    return entry.path().filename().string().starts_with("events.out.tfevents.");
+  };
+  EXPECT_TRUE(std::any_of(fs::directory_iterator(scratch.path() / "runs/tiny"), fs::directory_iterator(), is_event_file));
+  EXPECT_EQ(fs::read_symlink(scratch.path() / "runs/tiny-latest"), "tiny");
+
+  const auto measured = losses(scratch, "runs/tiny");
+  ASSERT_EQ(measured.size(), 4u);
+  EXPECT_EQ(report.at("loss_first"), measured.front());
+  EXPECT_EQ(report.at("loss_last"), measured.back());
+  // The resolved file is a configuration of the same run.
+  EXPECT_EQ(scratch.bonfire("train runs/tiny/config.toml --ranks 2 --set run.name=again --set train.trace_steps=0").code, 0);
+  EXPECT_EQ(losses(scratch, "runs/again"), measured) << "two runs of one layout have equal bits";
+}
+
+TEST(Train, AnyNumberOfRanksGivesTheSameLosses) {
+  const Scratch scratch;
+  scratch.write("a.toml", tiny);
+  ASSERT_EQ(scratch.bonfire("train a.toml --set run.name=one").code, 0);
+  const auto expected = losses(scratch, "runs/one");
+  ASSERT_EQ(expected.size(), 4u);
+  for (const int ranks : {3, 4}) {
+    const std::string number = std::to_string(ranks);
+    const auto ended =
+        scratch.bonfire("train a.toml --set train.microbatch=1 --ranks " + number + " --set run.name=r" + number);
+    ASSERT_EQ(ended.code, 0) << ended.err;
+    const auto measured = losses(scratch, "runs/r" + number);
+    ASSERT_EQ(measured.size(), 4u);
+    for (std::size_t i = 0; i < 4; ++i) EXPECT_NEAR(measured[i], expected[i], 1e-5 * expected[i]) << ranks << " ranks";
+  }
+}
+
+TEST(Train, TheAxesSayHowManyRanksWhereNobodyElseDoes) {
+  const Scratch scratch;
+  scratch.write("a.toml", std::string(tiny) + "[layout]\nreplicate = 2\n");
+  ASSERT_EQ(scratch.bonfire("train a.toml").code, 0);
+  EXPECT_TRUE(fs::exists(scratch.path() / "runs/tiny/logs/rank-1.log"));
+}
+
+TEST(Train, RanksWinOverAnEnvironmentThatHappensToBeThere) {
+  const Scratch scratch;
+  scratch.write("a.toml", tiny);
+  const auto ended = scratch.bonfire(
+      "train a.toml --ranks 1", "RANK=3 WORLD_SIZE=4 LOCAL_RANK=3 LOCAL_WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=1");
+  EXPECT_EQ(ended.code, 0) << ended.err;
+}
+
+TEST(Train, ANanOnOneRankFailsTheRunAndNamesTheRank) {
+  const Scratch scratch;
+  scratch.write("a.toml", tiny);
+  const auto ended = scratch.bonfire("train a.toml --ranks 2 --set fault.nan_step=2 --set fault.nan_rank=1");
+  EXPECT_EQ(ended.code, 1) << ended.err;
+  EXPECT_NE(ended.err.find("step 2: the loss is nan, from rank 1"), std::string::npos) << ended.err;
+  EXPECT_EQ(lines_of(scratch.read("runs/tiny/metrics.jsonl")).size(), 2u);
+}
+
+TEST(BenchStep, PrintsItsKeysAndLeavesNothing) {
+  const Scratch scratch;
+  scratch.write("a.toml", tiny);
+  const auto ended = scratch.bonfire("bench step a.toml --ranks 2 --steps 3 --json");
+  ASSERT_EQ(ended.code, 0) << ended.err;
+  const auto report = nlohmann::json::parse(ended.out);
+  for (const char* key : {"tokens_per_second", "step_ms", "peak_memory_bytes", "predicted_memory_bytes"}) {
+    EXPECT_GT(report.at(key).get<double>(), 0) << key;
+  }
+  EXPECT_GE(report.at("exposed_communication").get<double>(), 0);
+  EXPECT_LE(report.at("exposed_communication").get<double>(), 1);
+  EXPECT_TRUE(!fs::exists(scratch.path() / "runs") || fs::is_empty(scratch.path() / "runs"));
+}
+
+}  // namespace
+}  // namespace bonfire
