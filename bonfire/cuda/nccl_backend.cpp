@@ -7,6 +7,7 @@
 #include <mutex>
 #include <utility>
 
+#include <ATen/Context.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
@@ -211,6 +212,7 @@ class NcclBackend final : public C10dBackend {
 
 std::shared_ptr<Backend> make_nccl_backend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                            const NcclOptions& options) {
+  at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
   const c10::cuda::CUDAGuard guard(options.device);
   let_ranks_share_gpus(*store, rank, size, options.device);
   auto nccl_options = c10d::ProcessGroupNCCL::Options::create(options.high_priority);
