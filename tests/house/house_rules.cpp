@@ -183,6 +183,22 @@ std::vector<std::string> text_faults(const File& file) {
   return faults;
 }
 
+std::vector<std::string> link_faults(const File& file, const std::string& root) {
+  static const std::regex pattern(R"re(\]\(([^)#\s]+)(#[^)]*)?\))re");
+  std::vector<std::string> faults;
+  if (!file.path.ends_with(".md")) return faults;
+  const auto lines = lines_of(file.text);
+  for (std::size_t at = 0; at < lines.size(); ++at) {
+    for (std::sregex_iterator match(lines[at].begin(), lines[at].end(), pattern), end; match != end; ++match) {
+      const std::string target = (*match)[1];
+      if (target.find("://") != std::string::npos) continue;
+      const auto path = std::filesystem::path(root) / std::filesystem::path(file.path).parent_path() / target;
+      if (!std::filesystem::exists(path)) faults.push_back(fault(file, at, "a link to nothing: " + target));
+    }
+  }
+  return faults;
+}
+
 std::vector<File> read_tree(const std::string& root) {
   namespace fs = std::filesystem;
   static constexpr std::array folders{"bonfire", "cli", "tests", "examples", "bench", "cmake", "docs", "setup"};

@@ -24,6 +24,8 @@ Rooms read_rooms(const std::string& markdown);
 std::vector<std::string> include_faults(const File& file, const Rooms& rooms);
 std::vector<std::string> name_faults(const File& file);
 std::vector<std::string> text_faults(const File& file);
+// Links of a page to what is not in the repository at `root`.
+std::vector<std::string> link_faults(const File& file, const std::string& root);
 
 // Every file that people wrote, in the order of their paths.
 std::vector<File> read_tree(const std::string& root);

@@ -38,6 +38,10 @@ TEST(House, NamesSayWhatIsInside) { expect_no_fault(name_faults); }
 
 TEST(House, FilesAreShortFinishedAndOfNoMachine) { expect_no_fault(text_faults); }
 
+TEST(House, LinksLeadSomewhere) {
+  expect_no_fault([](const File& file) { return link_faults(file, BONFIRE_SOURCE_DIR); });
+}
+
 TEST(House, TestsMirrorTheRooms) {
   std::set<std::string> allowed{"house", "install", "examples", "support", "peers", "faults"};
   for (const auto& [room, unused] : rooms_of_the_house()) allowed.insert(room);
@@ -101,6 +105,12 @@ TEST(HouseRules, ANameThatSaysNothingIsSeen) {
     EXPECT_EQ(name_faults({std::string("bonfire/nn/") + name, ""}).size(), 1u) << name;
   for (const char* name : {"group.h", "flat_parameter.cpp", "spin.cu", "communicator.h"})
     EXPECT_EQ(name_faults({std::string("bonfire/nn/") + name, ""}).size(), 0u) << name;
+}
+
+TEST(HouseRules, ALinkToNothingIsSeen) {
+  const auto faults = [](const std::string& text) { return link_faults({"docs/a.md", text}, BONFIRE_SOURCE_DIR).size(); };
+  EXPECT_EQ(faults("see [this](../README.md) and [that](https://example.org/x)\n"), 0u);
+  EXPECT_EQ(faults("see [this](architecture.md#rooms), [that](no/such.md) and [it](../nothing)\n"), 2u);
 }
 
 TEST(HouseRules, UnfinishedLongAndLocalTextIsSeen) {
