@@ -61,15 +61,16 @@ class Installed : public ::testing::Test {
 };
 Folder* Installed::folder_ = nullptr;
 
-TEST_F(Installed, AStrangersProjectBuildsAndRuns) {
+TEST_F(Installed, AStrangersProjectBuildsAndTrainsOnTwoRanks) {
   const std::string build = *folder_ / "build";
   auto ended = run_shell(configure(build, "-DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS=-O0"));
   ASSERT_EQ(ended.code, 0) << ended.output;
   ended = run_shell(fmt::format("cmake --build '{}'", build));
   ASSERT_EQ(ended.code, 0) << ended.output;
-  ended = run_shell(fmt::format("'{}/stranger'", build));
+  // With the installed command, which must find the installed library.
+  ended = run_shell(fmt::format("timeout 100 '{}/bin/bonfire' launch -n 2 -- '{}/stranger'", *folder_ / "prefix", build));
   EXPECT_EQ(ended.code, 0) << ended.output;
-  expect_says(ended, "bonfire " BONFIRE_VERSION " on LibTorch " BONFIRE_TORCH_VERSION);
+  expect_says(ended, "bonfire " BONFIRE_VERSION " on LibTorch " BONFIRE_TORCH_VERSION ": 2 ranks, learned");
 }
 
 TEST_F(Installed, AnotherLibTorchStopsAStrangersConfigure) {

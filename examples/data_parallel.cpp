@@ -1,0 +1,26 @@
+// Data parallelism in a program of your own. It runs alone, and unchanged under `bonfire launch -n 2 -- data_parallel`,
+// torchrun, Slurm or mpirun, and the number of ranks changes nothing but the time: the loss is the same.
+#include <cstdio>
+
+#include "examples/teacher.h"
+
+int main(int argc, char** argv) {
+  return bonfire::launch(argc, argv, [](bonfire::World& world) {
+    constexpr std::int64_t steps = 151, batch = 64;
+    const std::int64_t mine = batch / world.size();
+
+    auto model = example::Mlp(1);
+    auto engine = bonfire::shard(world.mesh({.replicate = world.size()}), model);
+    auto optimizer = bonfire::AdamW(engine, {.lr = 1e-2});
+    for (std::int64_t step = 0; step < steps; ++step) {
+      auto [x, y] = example::samples(step * batch + world.rank() * mine, mine);
+      auto loss = (model->forward(x) - y).pow(2).mean();
+      engine.backward(loss);
+      optimizer.step();
+
+      const double mean = world.group().sum(loss.item<double>()) / world.size();
+      if (world.rank() == 0 && step % 75 == 0)
+        std::printf("step %lld  loss %.9f\n", static_cast<long long>(step), mean);
+    }
+  });
+}
