@@ -2,6 +2,7 @@
 
 #include <csignal>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -22,7 +23,11 @@ constexpr const char* kKinds[] = {"exception", "configuration", "communication",
 std::string dump(const json& value) { return value.dump(-1, ' ', false, json::error_handler_t::replace); }
 
 json note_to_json(const FailureNote& note) {
-  return {{"kind", kKinds[static_cast<int>(note.kind)]}, {"message", note.message}, {"at", note.at}};
+  // torchrun reads "message" and "timestamp", in seconds.
+  return {{"kind", kKinds[static_cast<int>(note.kind)]},
+          {"message", note.message},
+          {"at", note.at},
+          {"timestamp", static_cast<std::int64_t>(std::time(nullptr))}};
 }
 
 FailureNote note_from_json(const json& value) {

@@ -112,8 +112,9 @@ class Attempt {
       std::filesystem::remove(error_file);
       const bool echo = options_.echo == Echo::all || (options_.echo == Echo::first && number == 0);
       RankOutput output({.file = log_file,
-                         .prefix = options_.echo == Echo::all ? fmt::format("[rank {}] ", number) : std::string(),
-                         .echo = echo});
+                         .prefix = fmt::format("[rank {}] ", number),
+                         .echo = echo,
+                         .raw = options_.echo == Echo::first});
       RankProcess process;
       try {
         process = start_rank(number, options_.program, variables_of(local, number, error_file));

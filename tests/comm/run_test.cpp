@@ -168,7 +168,7 @@ TEST(Run, AKilledRankIsNamedAndTheRunStartsAgain) {
   std::this_thread::sleep_for(std::chrono::microseconds(random.below(1, 20000)));
   const auto killed = std::chrono::steady_clock::now();
   ASSERT_EQ(kill(victim, SIGKILL), 0);
-  ASSERT_TRUE(run.said(fmt::format("error rank {} was killed by SIGKILL", bad), 1s));
+  ASSERT_TRUE(run.said(fmt::format("error rank {} was killed by SIGKILL", bad), 10s));
   EXPECT_EQ(run.wait(30s), 0) << run.output();
   EXPECT_LT(std::chrono::steady_clock::now() - killed, 30s);
   EXPECT_TRUE(contains(run.output(), "restart 1 of 1")) << run.output();
