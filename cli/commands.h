@@ -14,6 +14,7 @@ inline constexpr int kFailed = 1;
 inline constexpr int kBadRequest = 2;
 inline constexpr int kStoppedAfterSaving = 3;
 
+void add_bench_comm(CLI::App& bench, int& exit_code);  // a subcommand of `bench`
 void add_bench_step(CLI::App& bench, int& exit_code);  // a subcommand of `bench`
 void add_doctor(CLI::App& program, int& exit_code);
 void add_launch(CLI::App& program, int& exit_code);

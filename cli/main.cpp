@@ -29,6 +29,7 @@ int main(int argc, char** argv) {
   add_launch(program, exit_code);
   CLI::App* bench = program.add_subcommand("bench", "Measure");
   bench->require_subcommand(1);
+  add_bench_comm(*bench, exit_code);
   add_bench_step(*bench, exit_code);
   add_doctor(program, exit_code);
   add_tokens(program, exit_code);

@@ -1,0 +1,149 @@
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+#include <nlohmann/json.hpp>
+
+#include "bonfire/base/error.h"
+#include "bonfire/comm/bandwidth.h"
+#include "bonfire/comm/device.h"
+#include "bonfire/comm/join.h"
+#include "bonfire/comm/launcher.h"
+#include "cli/commands.h"
+
+namespace bonfire::cli {
+namespace {
+
+const std::map<std::string, CollectiveKind>& kinds() {
+  static const std::map<std::string, CollectiveKind> names = [] {
+    std::map<std::string, CollectiveKind> all;
+    for (int at = 0; at < static_cast<int>(CollectiveKind::barrier); ++at) {
+      const auto kind = static_cast<CollectiveKind>(at);
+      if (kind != CollectiveKind::receive) all[name_of(kind)] = kind;
+    }
+    return all;
+  }();
+  return names;
+}
+
+const std::map<std::string, at::ScalarType>& dtypes() {
+  static const std::map<std::string, at::ScalarType> names{
+      {"fp32", at::kFloat}, {"fp64", at::kDouble}, {"bf16", at::kBFloat16}, {"fp16", at::kHalf}, {"int64", at::kLong}};
+  return names;
+}
+
+struct Arguments {
+  std::vector<std::string> collectives{"all_reduce"};
+  std::string dtype = "fp32", device = "auto";
+  std::int64_t from = 1 << 10, to = 1 << 24;
+  int factor = 4, repeats = 20;
+  std::optional<int> ranks;
+  bool json = false;
+};
+
+c10::Device choose_device(const std::string& name, const Environment& place) {
+  if (name == "cpu" || (name == "auto" && !gpu_available())) return c10::Device(c10::kCPU);
+  if (!gpu_available()) fail_config("--device cuda: {}", gpu_unavailable_reason());
+  const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(place.local_rank % gpu_count()));
+  set_current(device);
+  return device;
+}
+
+void print_header(const World& world, const char* collective, const Arguments& arguments) {
+  fmt::print("# {} of {} over {} ranks on {}, median of {}\n", collective, arguments.dtype, world.size(), world.device().str(), arguments.repeats);
+  fmt::print("# {:>12} {:>12} {:>12} {:>10} {:>10} {:>8}\n", "size", "count", "time", "algbw", "busbw", "#wrong");
+  fmt::print("# {:>12} {:>12} {:>12} {:>10} {:>10}\n", "(B)", "(elements)", "(us)", "(GB/s)", "(GB/s)");
+}
+
+void print_row(const BandwidthRow& row) {
+  fmt::print("  {:>12} {:>12} {:>12.1f} {:>10.3f} {:>10.3f} {:>8}\n", row.bytes, row.elements, row.seconds * 1e6, row.algorithm_bytes * 1e-9,
+             row.bus_bytes * 1e-9, row.wrong);
+  std::fflush(stdout);
+}
+
+// What one rank does. Returns the exit code: wrong results are a failure.
+int measure(const World& world, const Arguments& arguments) {
+  nlohmann::json tables = nlohmann::json::array();
+  bool wrong = false;
+  const bool speaks = world.rank() == 0;
+  for (const auto& name : arguments.collectives) {
+    if (speaks && !arguments.json) print_header(world, name.c_str(), arguments);
+    const auto rows = measure_bandwidth(world,
+                                        {.kind = kinds().at(name),
+                                         .dtype = dtypes().at(arguments.dtype),
+                                         .least_bytes = arguments.from,
+                                         .most_bytes = arguments.to,
+                                         .factor = arguments.factor,
+                                         .repeats = arguments.repeats},
+                                        [&](const BandwidthRow& row) {
+                                          if (speaks && !arguments.json) print_row(row);
+                                        });
+    nlohmann::json list = nlohmann::json::array();
+    for (const auto& row : rows) {
+      wrong |= row.wrong != 0;
+      list.push_back({{"bytes", row.bytes}, {"seconds", row.seconds}, {"algorithm_bytes_per_second", row.algorithm_bytes},
+                      {"bus_bytes_per_second", row.bus_bytes}, {"wrong", row.wrong}});
+    }
+    tables.push_back({{"collective", name}, {"dtype", arguments.dtype}, {"ranks", world.size()}, {"device", world.device().str()}, {"rows", list}});
+  }
+  if (speaks && arguments.json) fmt::print("{}\n", tables.dump());
+  return wrong ? kFailed : kDone;
+}
+
+int start(const Arguments& arguments, const std::vector<std::string>& words) {
+  const Environment place = resolve_environment(process_variables());
+  const bool is_rank = place.source != LaunchSource::none && !place.launches_itself;
+  if (arguments.ranks && *arguments.ranks > 1 && !is_rank) {
+    LauncherOptions launcher;
+    launcher.program = {std::filesystem::read_symlink("/proc/self/exe").string()};
+    launcher.program.insert(launcher.program.end(), words.begin(), words.end());
+    launcher.ranks = *arguments.ranks;
+    launcher.echo = Echo::first;
+    return launch_ranks(std::move(launcher)).exit_code;
+  }
+  JoinOptions join;
+  join.device = [&](const Environment& where) { return choose_device(arguments.device, where); };
+  return run_rank(std::move(join), [&](World& world) { return measure(world, arguments); });
+}
+
+}  // namespace
+
+void add_bench_comm(CLI::App& bench, int& exit_code) {
+  auto arguments = std::make_shared<Arguments>();
+  CLI::App* command = bench.add_subcommand("comm", "Time and bandwidth of collectives by size, and whether their results are right");
+  command->add_option("collective", arguments->collectives, "Which, one or several")->check(CLI::IsMember(kinds()))->capture_default_str();
+  command->add_option("--ranks", arguments->ranks, "Start this many local ranks")->check(CLI::PositiveNumber);
+  command->add_option("--dtype", arguments->dtype, "Of the elements")->check(CLI::IsMember(dtypes()))->capture_default_str();
+  command->add_option("--device", arguments->device, "auto: a GPU where there is one")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
+  command->add_option("--from", arguments->from, "Smallest size")->transform(CLI::AsSizeValue(false))->capture_default_str();
+  command->add_option("--to", arguments->to, "Largest size")->transform(CLI::AsSizeValue(false))->capture_default_str();
+  command->add_option("--factor", arguments->factor, "From one size to the next")->check(CLI::Range(2, 1024))->capture_default_str();
+  command->add_option("--repeats", arguments->repeats, "Of each size")->check(CLI::PositiveNumber)->capture_default_str();
+  command->add_flag("--json", arguments->json, "Print one object on stdout");
+
+  command->callback([arguments, &exit_code] {
+    std::vector<std::string> words{"bench", "comm"};
+    words.insert(words.end(), arguments->collectives.begin(), arguments->collectives.end());
+    const auto option = [&](const char* name, const auto& value) { words.insert(words.end(), {name, fmt::format("{}", value)}); };
+    option("--dtype", arguments->dtype);
+    option("--device", arguments->device);
+    option("--from", arguments->from);
+    option("--to", arguments->to);
+    option("--factor", arguments->factor);
+    option("--repeats", arguments->repeats);
+    if (arguments->json) words.emplace_back("--json");
+    if (arguments->to < arguments->from) fail_config("--to {} is smaller than --from {}", arguments->to, arguments->from);
+    exit_code = start(*arguments, words);
+  });
+}
+
+}  // namespace bonfire::cli
