@@ -13,6 +13,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/base/random.h"
 #include "bonfire/base/version.h"
+#include "bonfire/comm/device.h"
 #include "bonfire/comm/environment.h"
 #include "bonfire/comm/join.h"
 #include "bonfire/comm/launcher.h"
@@ -91,7 +92,11 @@ JoinOptions join_options(const Config& config, Variables variables) {
   JoinOptions join;
   join.world.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(config.run.timeout * 1e3));
   join.world.debug = config.run.debug_collectives;
-  join.device = [&config](const Environment& place) { return device_of(config, place.local_rank); };
+  join.device = [&config](const Environment& place) {
+    const c10::Device device = device_of(config, place.local_rank);
+    set_current(device);
+    return device;
+  };
   // Ranks that were started with different files or versions must not train together.
   join.configuration = fmt::format("{} {:016x}", BONFIRE_VERSION, Random(0).fork(to_toml(config)).key());
   variables.try_emplace("BONFIRE_STALL_TIMEOUT", fmt::format("{}", config.run.watchdog));

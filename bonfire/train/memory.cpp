@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -77,6 +78,7 @@ MemoryMeter::MemoryMeter(c10::Device device) : device_(device) {
     CountingAllocator::install();
     CountingAllocator::forget_peak();
   } else {
+    at::empty({1}, at::TensorOptions().device(device));  // torch sets a device up at its first tensor
     c10::getDeviceAllocator(device.type())->resetPeakStats(device.index());
   }
   before_ = allocated(device_, /*at_peak=*/false);

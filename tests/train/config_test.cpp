@@ -177,6 +177,19 @@ TEST(Config, TheResolvedFileReadsBackToItself) {
   }
 }
 
+TEST(Config, EveryFileOfTheProjectIsOneThatRuns) {
+  int files = 0;
+  for (const char* folder : {"examples", "bench"}) {
+    for (const auto& entry : std::filesystem::directory_iterator(std::filesystem::path(BONFIRE_SOURCE_DIR) / folder)) {
+      if (entry.path().extension() != ".toml") continue;
+      ++files;
+      Config config = load_config(entry.path());
+      EXPECT_NO_THROW(resolve(config, 2)) << entry.path();
+    }
+  }
+  EXPECT_GE(files, 2);
+}
+
 TEST(Config, TheReferencePageIsUpToDate) {
   std::ifstream in(std::string(BONFIRE_SOURCE_DIR) + "/docs/configuration.md");
   std::stringstream page;

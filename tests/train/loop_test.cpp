@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <map>
@@ -11,6 +12,8 @@
 #include <nlohmann/json.hpp>
 
 #include "bonfire/base/error.h"
+#include "bonfire/plan/layout.h"
+#include "bonfire/train/predict.h"
 #include "bonfire/train/run_folder.h"
 #include "tests/support/ranks.h"
 
@@ -200,6 +203,33 @@ TEST_F(Loop, TheTraceShowsComputeAndCommunicationOfEveryRank) {
     for (const char* name : {"data", "forward", "backward", "optimizer", "all_reduce"}) {
       EXPECT_TRUE(names.contains(name)) << name << " of rank " << rank;
     }
+  }
+}
+
+// The list that plan computes from the configuration alone is what a traced step of the real loop did.
+TEST_F(Loop, AStepHasExactlyTheCollectivesOfThePlan) {
+  for (const char* compression : {"none", "bf16", "powersgd"}) {
+    const std::vector<std::string> overrides = {
+        "train.trace_from=3",    "train.trace_steps=1", "layout.first_bucket_mb=0.001",
+        "layout.bucket_mb=0.01", "train.microbatch=6",  std::string("layout.compression=") + compression};
+    const auto outcome = run("gpt2", 2, overrides);
+    Config config = parse_config(models.at("gpt2") + common, "a.toml", overrides);
+    resolve(config, 2);
+    std::vector<std::string> expected, seen;
+    for (const auto& collective : plan::collectives_of_step(plan::describe(config.model.spec), data_parallel_of(config))) {
+      expected.push_back(fmt::format("{} {}", name_of(collective.kind), collective.bytes));
+    }
+    EXPECT_GT(expected.size(), 3u);
+    const auto trace = nlohmann::json::parse(std::ifstream(outcome.folder / "trace.json"));
+    for (const auto& event : trace.at("traceEvents")) {
+      if (event.at("ph") != "X" || event.at("cat") != "communication" || event.at("pid") != 1) continue;
+      seen.push_back(
+          fmt::format("{} {}", event.at("name").get<std::string>(), event.at("args").at("bytes").get<std::int64_t>()));
+    }
+    // Two tracks of one rank may begin in the same nanosecond: the order is another test's.
+    std::sort(expected.begin(), expected.end());
+    std::sort(seen.begin(), seen.end());
+    EXPECT_EQ(seen, expected) << compression;
   }
 }
 
