@@ -1,6 +1,5 @@
 // Inside what others have started: mpirun, Slurm, torchrun's agent, an existing process group.
 #include <cstdlib>
-#include <regex>
 #include <thread>
 
 #include <ATen/ops/full.h>
@@ -62,11 +61,10 @@ TEST(Foreign, InsideAnMpiProgram) {
   SKIP_WITHOUT("mpirun");
   Child run(mpirun(3, {MPI_PROGRAM}), kAsRoot);
   EXPECT_EQ(run.wait(60s), 0) << run.output();
-  const std::string output = run.output();
-  std::smatch found;
-  ASSERT_TRUE(std::regex_search(output, found, std::regex("3 ranks: loss ([0-9.]+) -> ([0-9.]+)"))) << output;
-  EXPECT_LT(std::stod(found[2]), 0.1 * std::stod(found[1])) << output;
-  EXPECT_TRUE(contains(output, "MPI counts 3")) << output;
+  for (int rank = 0; rank < 3; ++rank)
+    EXPECT_TRUE(
+        contains(run.output(), fmt::format("MPI's {0} is rank {1} of 3, local {1} of 3, node 0, sum 3", rank, 2 - rank)))
+        << run.output();
 }
 #endif
 
