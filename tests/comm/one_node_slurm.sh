@@ -17,9 +17,14 @@ home=$(mktemp -d)
 chmod 755 "$home"
 mkdir -m 755 "$home/munge" "$home/state" "$home/spool"
 daemons=()
+# The last one started first: what a daemon still has to say goes through those started before it.
 finish() {
-  for pid in "${daemons[@]}"; do kill "$pid" 2>/dev/null; done
-  for pid in "${daemons[@]}"; do wait "$pid" 2>/dev/null; done
+  for ((at = ${#daemons[@]} - 1; at >= 0; --at)); do
+    kill "${daemons[at]}" 2>/dev/null
+    for _ in $(seq 100); do kill -0 "${daemons[at]}" 2>/dev/null || break; sleep 0.05; done
+    kill -9 "${daemons[at]}" 2>/dev/null
+    wait "${daemons[at]}" 2>/dev/null
+  done
   rm -rf "$home"
 }
 trap finish EXIT
@@ -75,7 +80,10 @@ slurmctld -D > "$home/slurmctld.out" 2>&1 &
 daemons+=($!)
 slurmd -D > "$home/slurmd.out" 2>&1 &
 daemons+=($!)
-node_is_up() { sinfo -h -o %T | grep -Eq 'idle|mixed'; }
+node_is_up() { [ "$(sinfo -h -o %T)" = idle ]; }
 wait_until node_is_up || skip "Slurm does not start: $(grep -hE 'error|fatal' "$home"/slurm*.log "$home"/slurm*.out 2>/dev/null | head -n 2 | tr '\n' ' ')"
 
 timeout 60 srun --overcommit --label -n "$tasks" "$@"
+code=$?
+wait_until node_is_up  # the step's own end has been told
+exit $code
