@@ -32,9 +32,11 @@ constexpr const char* folder_variable = "BONFIRE_RUN_FOLDER";
 // Width of the terminal on which the ranks' words end; their own stderr is a pipe.
 constexpr const char* columns_variable = "BONFIRE_COLUMNS";
 
+// 0: there is no terminal. One that does not know its width gets the usual one.
 int columns_of_terminal() {
+  if (!isatty(STDERR_FILENO)) return 0;
   winsize size{};
-  return isatty(STDERR_FILENO) && ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
+  return ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
 fs::path temporary_folder() {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "bonfire/comm/device.h"
 #include "tests/cli/command.h"
 
 // Bad input: exit code 2 before anything starts, and one line that names the thing, its value and what is allowed.
@@ -70,6 +71,16 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"heads", "[model]\nheads = 7\n", "", {"a.toml:2", "model.heads", "7", "256"}},
         Bad{"not_available", "[layout]\ntensor = 2\n", "--ranks 2", {"a.toml:2", "layout.tensor = 2", "not available"}}),
     [](const auto& info) { return info.param.name; });
+
+TEST(BadDevice, AGpuThatIsNotThereIsRefused) {
+  if (gpu_available()) GTEST_SKIP() << "there is a GPU";
+  const bonfire::testing::Scratch scratch;
+  scratch.write("a.toml", "[run]\ndevice = \"cuda\"\n");
+  const auto ended = scratch.bonfire("train a.toml --ranks 2");
+  EXPECT_EQ(ended.code, 2) << ended.err;
+  EXPECT_NE(ended.err.find("a.toml:2: run.device = \"cuda\": " + gpu_unavailable_reason()), std::string::npos) << ended.err;
+  EXPECT_NE(ended.err.find("allowed here: auto | cpu"), std::string::npos) << ended.err;
+}
 
 TEST(BadArguments, EndWithTwo) {
   const bonfire::testing::Scratch scratch;

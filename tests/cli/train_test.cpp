@@ -111,6 +111,25 @@ TEST(Train, RanksWinOverAnEnvironmentThatHappensToBeThere) {
   EXPECT_EQ(ended.code, 0) << ended.err;
 }
 
+TEST(Train, RanksThatSomebodyElseStartedAgreeOnOneFolder) {
+  const Scratch scratch;
+  scratch.write("a.toml", tiny);
+  const auto ended = scratch.bonfire("launch -n 2 -- " BONFIRE_BUILD_DIR "/bonfire train a.toml");
+  ASSERT_EQ(ended.code, 0) << ended.err;
+  EXPECT_EQ(lines_of(scratch.read("runs/tiny/metrics.jsonl")).size(), 4u);
+  EXPECT_FALSE(fs::exists(scratch.path() / "runs/tiny-2"));
+}
+
+TEST(Train, RanksWithDifferentConfigurationsDoNotTrainTogether) {
+  const Scratch scratch;
+  scratch.write("a.toml", tiny);
+  const auto ended =
+      scratch.bonfire("launch -n 2 -- sh -c '" BONFIRE_BUILD_DIR "/bonfire train a.toml --set optimizer.lr=0.$RANK'");
+  EXPECT_EQ(ended.code, 1) << ended.err;
+  EXPECT_NE(ended.err.find("ranks differ in their configuration"), std::string::npos) << ended.err;
+  EXPECT_FALSE(fs::exists(scratch.path() / "runs")) << "something was started";
+}
+
 TEST(Train, ANanOnOneRankFailsTheRunAndNamesTheRank) {
   const Scratch scratch;
   scratch.write("a.toml", tiny);
