@@ -53,7 +53,9 @@ Journal::Journal(const Run& run, const TrainOptions& options) : run_(run), folde
 }
 
 void Journal::end_step(StepMetrics metrics, bool skipped) {
-  const double seconds = seconds_since(step_start_);
+  const Nanoseconds now = now_ns();
+  const double seconds = static_cast<double>(now - step_start_) * 1e-9;
+  step_start_ = now;
   step_seconds_.push_back(seconds);
   auto& board = *run_.world.progress();
   board.finish_step(metrics.step);
@@ -68,7 +70,10 @@ void Journal::end_step(StepMetrics metrics, bool skipped) {
   if (metrics.step == 1) loss_first_ = metrics.loss;
 }
 
-void Journal::add_evaluation(double loss) { metrics_.eval_loss = eval_loss_ = loss; }
+void Journal::add_evaluation(double loss) {
+  metrics_.eval_loss = eval_loss_ = loss;
+  step_start_ = now_ns();
+}
 
 void Journal::write_step() {
   if (file_) {
@@ -82,7 +87,6 @@ void Journal::write_step() {
     if (metrics_.eval_loss) events_->scalars(metrics_.step, {{"eval/loss", *metrics_.eval_loss}});
   }
   if (progress_) progress_->step_done(metrics_);
-  step_start_ = now_ns();
 }
 
 TrainReport Journal::finish() {

@@ -17,10 +17,11 @@ class Journal {
  public:
   Journal(const Run& run, const TrainOptions& options);
 
-  // The step's own work is done: its time ends here.
+  // The step's own work is done: its time ends here, and the next one's begins. So writing is part of a step's time.
   void end_step(StepMetrics metrics, bool skipped);
+  // Evaluation is not: the next step's time begins here instead.
   void add_evaluation(double loss);
-  // Writes what end_step and add_evaluation noted; the next step's time begins here.
+  // Writes what the two have noted.
   void write_step();
 
   // Collective.

@@ -1,0 +1,80 @@
+#include <algorithm>
+
+#include "bonfire/base/error.h"
+#include "bonfire/train/config_keys.h"
+
+// Questions about the table of keys.
+namespace bonfire {
+
+std::vector<std::string> config_sections() {
+  std::vector<std::string> sections;
+  for (const auto& key : config_keys()) {
+    if (sections.empty() || sections.back() != key.section()) sections.push_back(key.section());
+  }
+  return sections;
+}
+
+std::vector<std::string> keys_of_section(const std::string& section) {
+  std::vector<std::string> keys;
+  for (const auto& key : config_keys()) {
+    if (key.section() == section) keys.push_back(key.key());
+  }
+  return keys;
+}
+
+const ConfigKey* find_key(const std::string& name) {
+  const auto& keys = config_keys();
+  const auto found = std::find_if(keys.begin(), keys.end(), [&](const ConfigKey& key) { return key.name == name; });
+  return found == keys.end() ? nullptr : &*found;
+}
+
+std::string allowed_text(const ConfigKey& key) {
+  static constexpr const char* types[] = {
+      "true or false",      "an integer",           "a number", "a string", "a list of strings",
+      "a list of integers", "a list of two numbers"};
+  if (!key.choices.empty()) {
+    std::string text;
+    for (const auto& choice : key.choices) text += (text.empty() ? "" : " | ") + (choice.empty() ? "\"\"" : choice);
+    return text;
+  }
+  std::string text = types[key.field.index()];
+  const auto limit = [&](const char* words, const std::optional<double>& value) {
+    if (value) text += fmt::format(", {} {}", words, *value);
+  };
+  const auto& range = key.range;
+  if (range.at_least && range.at_most && *range.at_least == *range.at_most) return fmt::format("{}", *range.at_least);
+  limit("at least", range.at_least);
+  limit("more than", range.more_than);
+  limit("at most", range.at_most);
+  limit("less than", range.less_than);
+  return text;
+}
+
+namespace {
+
+TomlValue as_toml(bool value) { return {.is = value}; }
+TomlValue as_toml(std::int64_t value) { return {.is = value}; }
+TomlValue as_toml(double value) { return {.is = value}; }
+TomlValue as_toml(const std::string& value) { return {.is = value}; }
+template <class List>
+TomlValue as_toml(const List& list) {
+  TomlArray items;
+  for (const auto& item : list) items.push_back(as_toml(item));
+  return {.is = std::move(items)};
+}
+
+}  // namespace
+
+TomlValue value_of(const ConfigKey& key, const Config& config) {
+  // The fields are reached through a mutable Config; nothing is written here.
+  return std::visit([&](auto field) { return as_toml(field(const_cast<Config&>(config))); }, key.field);
+}
+
+bool applies(const ConfigKey& key, const Config& config) {
+  if (key.where_key.empty()) return true;
+  const ConfigKey* other = find_key(key.where_key);
+  const auto value = std::get<std::string>(value_of(*other, config).is);
+  return std::find(key.where_values.begin(), key.where_values.end(), value) != key.where_values.end();
+}
+
+}  // namespace bonfire
