@@ -158,6 +158,17 @@ class NcclBackend final : public C10dBackend {
         name_(options.name),
         stopwatch_(std::make_shared<Stopwatch>(options.device)) {}
 
+  // The last handle is gone: NCCL's own threads must not outlive what they watch.
+  ~NcclBackend() override {
+    try {
+      shutdown();
+    } catch (const std::exception& error) {
+      TORCH_WARN("the communicator of '", name_, "' did not end in good order: ", error.what());
+    }
+  }
+  NcclBackend(const NcclBackend&) = delete;
+  NcclBackend& operator=(const NcclBackend&) = delete;
+
   Work batch(std::span<const Message> messages) override {
     std::vector<at::Tensor> tensors;
     nccl_->startCoalescing();
