@@ -2,15 +2,43 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/kernels/backward_node.h"
+#include "bonfire/kernels/gemm.h"
 
 namespace bonfire {
 namespace {
 
 using at::Tensor;
+
+bool is_dense_float(const Tensor& x) { return x.is_cpu() && x.scalar_type() == at::kFloat && x.stride(-1) == 1; }
+
+bool suits_own_gemm(const Tensor& a, const Tensor& b) {
+  const auto suits = [](const Tensor& x) {
+    return x.is_cpu() && x.scalar_type() == at::kFloat && (x.stride(0) == 1 || x.stride(1) == 1);
+  };
+  return cpu::prefers_own_gemm() && suits(a) && suits(b) && a.size(1) > 0;
+}
+
+// out = a b + addend; the addend may be `out`.
+void own_gemm(const Tensor& out, const Tensor& a, const Tensor& b, const Tensor& addend) {
+  cpu::multiply({.rows = a.size(0),
+                 .columns = b.size(1),
+                 .depth = a.size(1),
+                 .a = a.const_data_ptr<float>(),
+                 .a_row = a.stride(0),
+                 .a_column = a.stride(1),
+                 .b = b.const_data_ptr<float>(),
+                 .b_row = b.stride(0),
+                 .b_column = b.stride(1),
+                 .c = out.data_ptr<float>(),
+                 .c_row = out.stride(0),
+                 .addend = addend.defined() ? addend.const_data_ptr<float>() : nullptr,
+                 .addend_row = addend.defined() && addend.dim() == 2 ? addend.stride(0) : 0});
+}
 
 struct LinearNode : BackwardNode {
   std::vector<std::int64_t> sizes;  // of x
@@ -40,18 +68,27 @@ struct LinearNode : BackwardNode {
 
 }  // namespace
 
-Tensor product(const Tensor& a, const Tensor& b) { return at::mm(a, b); }
+Tensor product(const Tensor& a, const Tensor& b, const Tensor& addend) {
+  if (suits_own_gemm(a, b) && (!addend.defined() || is_dense_float(addend))) {
+    Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
+    own_gemm(out, a, b, addend);
+    return out;
+  }
+  return addend.defined() ? at::addmm(addend, a, b) : at::mm(a, b);
+}
 
 Tensor weight_gradient(const Tensor& dy, const Tensor& x, const WeightGradientOptions& options) {
-  if (!options.sink) return at::mm(dy.t(), x).to(options.type);
+  if (!options.sink) return product(dy.t(), x).to(options.type);
   bool fresh = false;
   Tensor buffer = options.sink->buffer(fresh);
   if (buffer.scalar_type() != dy.scalar_type()) {
-    const Tensor gradient = at::mm(dy.t(), x);
+    const Tensor gradient = product(dy.t(), x);
     if (fresh)
       buffer.copy_(gradient);
     else
       buffer.add_(gradient);
+  } else if (is_dense_float(buffer) && suits_own_gemm(dy.t(), x)) {
+    own_gemm(buffer, dy.t(), x, fresh ? Tensor() : buffer);
   } else if (fresh) {
     at::mm_out(buffer, dy.t(), x);
   } else {
@@ -83,10 +120,10 @@ Tensor linear(const Tensor& x, const Tensor& weight, const LinearOptions& option
     at::AutoDispatchBelowADInplaceOrView guard;
     rows = x.reshape({-1, weight.size(1)});
     if (with_residual) {
-      out = at::addmm(options.residual.reshape({-1, weight.size(0)}), rows, weight.t());
+      out = product(rows, weight.t(), options.residual.reshape({-1, weight.size(0)}));
       if (with_bias) out.add_(options.bias);
     } else if (with_bias) {
-      out = at::addmm(options.bias, rows, weight.t());
+      out = product(rows, weight.t(), options.bias);
     } else {
       out = product(rows, weight.t());
     }

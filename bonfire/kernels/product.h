@@ -11,8 +11,8 @@
 // Matrix products of layers, forward and backward.
 namespace bonfire {
 
-// a b for matrices, outside autograd.
-at::Tensor product(const at::Tensor& a, const at::Tensor& b);
+// a b for matrices, outside autograd; plus the addend, [rows, columns] or [columns], where there is one.
+at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend = {});
 
 struct WeightGradientOptions {
   GradientSink* sink = nullptr;
