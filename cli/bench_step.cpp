@@ -37,6 +37,7 @@ void add_bench_step(CLI::App& bench, int& exit_code) {
     auto overrides = arguments->overrides;
     overrides.push_back(fmt::format("train.steps={}", arguments->steps + 1));
     overrides.push_back("train.eval_every=0");
+    overrides.push_back("train.trace_steps=0");
     Config config = load_config(arguments->file, overrides);
 
     StartOptions options{.rank_arguments = {"bench", "step", arguments->file, "--steps", std::to_string(arguments->steps)},

@@ -46,6 +46,9 @@ class Assignment {
     field = std::get<bool>(value.is);
   }
   void read(std::int64_t& field, const TomlValue& value) {
+    if (const auto* word = std::get_if<std::string>(&value.is); word && *word == "auto" && key_.section() == "layout") {
+      refuse(value, "the planner is not available in this version");
+    }
     if (!std::holds_alternative<std::int64_t>(value.is)) refuse(value, "is " + kind_of(value));
     field = std::get<std::int64_t>(value.is);
     check_range(static_cast<double>(field), value);

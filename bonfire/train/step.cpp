@@ -76,7 +76,7 @@ void enforce_nan_policy(const Run& run, std::int64_t step, const StepLoss& loss,
   // With fp16 a gradient that overflows is the scaler's business.
   if (loss_finite && (!update.skipped || run.scaler)) return;
 
-  std::string what = fmt::format("the gradients are not finite (norm {})", update.gradient_norm);
+  std::string what = "the gradients are not finite, although the losses are";
   if (!loss_finite) {
     // Only now, so that a good step costs nothing: whose loss is it?
     const auto& group = run.world.group();

@@ -146,6 +146,9 @@ INSTANTIATE_TEST_SUITE_P(
         BadInput{
             "preset_type", "[model]\npreset = \"vgg11\"\ntype = \"gpt2\"\n", {"a.toml:3", "vgg11", "allowed with it: vgg"}},
         BadInput{"sequence", "[model]\npositions = 16\n", {"data.sequence = 256", "model.positions = 16"}},
+        BadInput{"auto_layout",
+                 "[layout]\nreplicate = \"auto\"\n",
+                 {"a.toml:2", "layout.replicate = \"auto\"", "planner is not available"}},
         BadInput{"fp8",
                  "[train]\nprecision = \"fp8\"\n",
                  {"a.toml:2", "train.precision = \"fp8\"", "not available", "fp32 | bf16 | fp16"}},

@@ -181,6 +181,12 @@ TEST_F(Loop, ANanOnOneRankEndsTheRunOnAll) {
   EXPECT_TRUE(outcome.metrics.back().at("loss").is_null());
 }
 
+TEST_F(Loop, GradientsThatAreNotFiniteEndTheRunToo) {
+  // The first update makes weights so large that a norm overflows on the way back, while the loss is still a number.
+  const auto outcome = run("llama", 2, {"optimizer.type=sgd", "optimizer.lr=1e30", "train.clip=0"});
+  EXPECT_NE(outcome.error.find("step 2: the gradients are not finite"), std::string::npos) << outcome.error;
+}
+
 TEST_F(Loop, OrTheStepIsSkippedOnAll) {
   const auto outcome = run("llama", 3, {"fault.nan_step=2", "fault.nan_rank=1", "train.nan_policy=skip"});
   EXPECT_EQ(outcome.error, "");
