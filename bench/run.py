@@ -53,7 +53,8 @@ def main():
         return [torchrun, "--nproc-per-node", str(ranks), "bench/peers/train_ddp.py", "--engine", engine, "--steps", steps]
 
     runs = {"Bonfire, 2 ranks": ours(2), "PyTorch DDP, 2 ranks": theirs("ddp", 2), "PyTorch FSDP2, 2 ranks": theirs("fsdp2", 2),
-            "Bonfire, 1 rank": ours(1), "PyTorch, 1 rank": theirs("none", 1)}
+            "Bonfire, 1 rank": ours(1), "Bare loop, 1 rank": [str(pathlib.Path(options.command).parent / "bench_bare_step"), "--steps", steps],
+            "PyTorch, 1 rank": theirs("none", 1)}
     results = {name: [] for name in runs}
     for repeat in range(options.repeats):
         for name, command in runs.items():
@@ -69,7 +70,10 @@ def main():
         values = speeds(name)
         lines.append(f"| {name} | {statistics.median(values):.0f} | {min(values):.0f} | {max(values):.0f} |")
     ratio = statistics.median(speeds("Bonfire, 2 ranks")) / statistics.median(speeds("PyTorch DDP, 2 ranks"))
-    lines += ["", f"Bonfire over DDP, 2 ranks, medians: {ratio:.2f}."]
+    overhead = statistics.median(r["step_ms"] for r in results["Bonfire, 1 rank"]) / statistics.median(
+        r["step_ms"] for r in results["Bare loop, 1 rank"]) - 1
+    lines += ["", f"Bonfire over DDP, 2 ranks, medians: {ratio:.2f}.",
+              f"Step of `bonfire bench step` over a bare forward, backward and update of the same module, 1 rank: {overhead:+.1%}."]
 
     facts = machine()
     facts["when"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
@@ -82,6 +86,13 @@ def main():
     (folder / "small_llama.json").write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
     (folder / "small_llama.md").write_text("\n".join(page))
     print("\n".join(lines))
+
+    overlap = [str(pathlib.Path(options.command).parent / "bench_overlap"), "--repeats", str(options.repeats)]
+    text = subprocess.run(overlap, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    page = ["# Overlap and speed-up, with blocks that sleep", "", text, *(f"- {key}: {value}" for key, value in facts.items()), "", "Command:",
+            "```sh", " ".join(overlap), "```", ""]
+    (folder / "overlap.md").write_text("\n".join(page))
+    print(text)
 
 
 if __name__ == "__main__":
