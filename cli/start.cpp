@@ -3,6 +3,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstring>
 #include <thread>
 
@@ -99,6 +100,13 @@ JoinOptions join_options(const Config& config, Variables variables) {
     set_current(device);
     return device;
   };
+  if (progress_to_stderr().terminal) {
+    // Words take the bar's line; it is drawn again below them.
+    join.world.log = Log([plain = Log()](LogLevel level, std::string_view words) {
+      std::fputs("\r\033[K", stderr);
+      plain.write(level, words);
+    });
+  }
   // Ranks that were started with different files or versions must not train together.
   join.configuration = fmt::format("{} {:016x}", BONFIRE_VERSION, Random(0).fork(to_toml(config)).key());
   variables.try_emplace("BONFIRE_STALL_TIMEOUT", fmt::format("{}", config.run.watchdog));

@@ -47,7 +47,9 @@ std::string summary(const TrainReport& report) {
   }
   line("loss", loss);
   if (report.eval_loss) line("held out", fmt::format("{:.4f}", *report.eval_loss));
-  if (report.skipped) line("skipped", fmt::format("{} steps without an update", format_count(report.skipped)));
+  if (report.skipped)
+    line("skipped",
+         fmt::format("{} {} without an update", format_count(report.skipped), report.skipped == 1 ? "step" : "steps"));
 
   std::string speed = fmt::format("{} tokens/s, {} a step (median), {} of it waiting for other ranks",
                                   format_count(std::llround(report.tokens_per_second)),
