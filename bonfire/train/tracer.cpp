@@ -22,8 +22,12 @@ struct Tracer::Clock {
     c10::Event start, end;
   };
 
-  explicit Clock(c10::Device device) : device(device), guard(device.type()) {
-    guard.synchronizeStream(guard.getStream(device));
+  explicit Clock(c10::Device device)
+      : device(device), guard(device.type()), zero(device.type(), c10::EventFlag::BACKEND_DEFAULT) {
+    const auto stream = guard.getStream(device);
+    guard.synchronizeStream(stream);
+    zero_ns = now_ns();
+    zero.record(stream);
   }
 
   c10::Event mark() {
@@ -34,8 +38,8 @@ struct Tracer::Clock {
 
   c10::Device device;
   c10::impl::VirtualGuardImpl guard;
-  Nanoseconds zero_ns = now_ns();
-  c10::Event zero = mark();
+  c10::Event zero;
+  Nanoseconds zero_ns = 0;
   std::vector<Pair> pairs;
 };
 
