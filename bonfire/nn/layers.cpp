@@ -1,8 +1,7 @@
 #include "bonfire/nn/layers.h"
 
-#include <ATen/ops/scaled_dot_product_attention.h>
-
 #include "bonfire/kernels/activation.h"
+#include "bonfire/kernels/attention.h"
 #include "bonfire/kernels/cross_entropy.h"
 #include "bonfire/kernels/embedding.h"
 #include "bonfire/kernels/norm.h"
@@ -65,9 +64,7 @@ AttentionImpl::AttentionImpl(Linear qkv, Linear output, AttentionOptions options
 
 Tensor AttentionImpl::forward(const Tensor& normed, const Tensor& stream) {
   const auto [q, k, v] = bonfire::split_qkv(qkv_->forward(normed), options_.layout);
-  const bool grouped = options_.layout.kv_heads != options_.layout.heads;
-  const Tensor mixed = at::scaled_dot_product_attention(q, k, v, {}, 0.0, options_.causal, std::nullopt, grouped);
-  const Tensor rows = mixed.transpose(1, 2).reshape({normed.size(0), normed.size(1), -1});
+  const Tensor rows = bonfire::attention(q, k, v, {.causal = options_.causal});
   return add_to_stream(output_, rows, stream, options_.dropout);
 }
 

@@ -9,6 +9,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/kernels/activation.h"
+#include "bonfire/kernels/attention.h"
 #include "bonfire/kernels/cross_entropy.h"
 #include "bonfire/kernels/dropout.h"
 #include "bonfire/kernels/embedding.h"
@@ -173,6 +174,28 @@ TEST_P(Kernels, SplitQkv) {
     };
     expect_equal(ours, reference, {at::randn({2, 9, 48})}, GetParam());
   }
+}
+
+TEST_P(Kernels, Attention) {
+  for (const bool causal : {true, false})
+    for (const std::int64_t kv_heads : {1, 2, 4})
+      for (const std::int64_t size : {1, 6, 32, 72})
+        for (const std::int64_t sequence : {1, 12, 33, 130}) {
+          const auto reference = [=](const Tensors& t) {
+            const Tensor k = t[1].repeat_interleave(4 / kv_heads, 1), v = t[2].repeat_interleave(4 / kv_heads, 1);
+            Tensor scores = at::matmul(t[0], k.transpose(2, 3)) / std::sqrt(static_cast<double>(size));
+            if (causal) {
+              const Tensor hidden = at::ones({sequence, sequence}, at::kBool).triu(1);
+              scores = scores.masked_fill(hidden, -INFINITY);
+            }
+            return Tensors{at::matmul(scores.softmax(-1), v).transpose(1, 2).reshape({2, sequence, 4 * size})};
+          };
+          expect_equal([=](const Tensors& t) { return Tensors{bonfire::attention(t[0], t[1], t[2], {.causal = causal})}; },
+                       reference,
+                       {at::randn({2, 4, sequence, size}), at::randn({2, kv_heads, sequence, size}),
+                        at::randn({2, kv_heads, sequence, size})},
+                       GetParam());
+        }
 }
 
 TEST_P(Kernels, Linear) {

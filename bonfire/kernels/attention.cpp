@@ -1,0 +1,52 @@
+#include "bonfire/kernels/attention.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/kernels/backward_node.h"
+#include "bonfire/kernels/gemm.h"
+
+namespace bonfire {
+namespace {
+
+using at::Tensor;
+
+struct AttentionNode : BackwardNode {
+  torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
+    auto d = cpu::causal_attention_backward(
+        gradients[0].contiguous(), {.q = saved(0), .k = saved(1), .v = saved(2), .out = saved(3), .log_sums = saved(4)});
+    return {d.q, d.k, d.v};
+  }
+};
+
+bool suits_own(const Tensor& x) { return x.is_cpu() && x.scalar_type() == at::kFloat; }
+
+}  // namespace
+
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionShape& shape) {
+  require(q.dim() == 4 && k.sizes() == v.sizes() && q.size(1) % k.size(1) == 0,
+          "attention: {} heads of queries, {} of keys; allowed: [batch, heads, sequence, size] with heads that divide",
+          q.dim() == 4 ? q.size(1) : 0, k.dim() == 4 ? k.size(1) : 0);
+  const bool own =
+      shape.causal && cpu::prefers_own_gemm() && suits_own(q) && suits_own(k) && suits_own(v) && q.size(2) == k.size(2);
+  if (!own) {
+    const bool grouped = q.size(1) != k.size(1);
+    return at::scaled_dot_product_attention(q, k, v, {}, 0.0, shape.causal, std::nullopt, grouped)
+        .transpose(1, 2)
+        .reshape({q.size(0), q.size(2), -1});
+  }
+  const Tensor dense_q = q.contiguous(), dense_k = k.contiguous(), dense_v = v.contiguous();
+  auto node = make_node<AttentionNode>(dense_q, dense_k, dense_v);
+  cpu::AttentionForward forward;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    forward = cpu::causal_attention(dense_q, dense_k, dense_v);
+  }
+  if (!node) return forward.out;
+  for (const Tensor& tensor : {dense_q, dense_k, dense_v, forward.out.tensor_data(), forward.log_sums}) node->save(tensor);
+  torch::autograd::set_history(forward.out, node);
+  return forward.out;
+}
+
+}  // namespace bonfire

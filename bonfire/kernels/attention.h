@@ -1,0 +1,36 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "bonfire/base/api.h"
+
+namespace bonfire {
+
+struct AttentionShape {
+  bool causal = true;
+};
+
+// softmax(q k^T / sqrt(head_dim)) v for q [batch, heads, sequence, head_dim] and k, v [batch, kv_heads, sequence, head_dim];
+// kv_heads divides heads. The result is [batch, sequence, heads * head_dim], as the product behind it reads it. Torch's
+// kernels, except causal attention in fp32 on processors where ours are faster.
+BONFIRE_API at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionShape& shape);
+
+namespace cpu {
+
+// Our kernels. Contiguous fp32 tensors; `log_sums` [batch, heads, sequence] goes from forward to backward.
+// REQUIRES: can_multiply().
+struct AttentionForward {
+  at::Tensor out, log_sums;
+};
+BONFIRE_API AttentionForward causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+
+struct AttentionSaved {
+  at::Tensor q, k, v, out, log_sums;
+};
+struct AttentionGradients {
+  at::Tensor q, k, v;
+};
+BONFIRE_API AttentionGradients causal_attention_backward(const at::Tensor& d_out, const AttentionSaved& saved);
+
+}  // namespace cpu
+}  // namespace bonfire
