@@ -6,6 +6,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/nn/gradient_slots.h"
@@ -121,6 +122,149 @@ TEST(Model, GradientsAreTheSlopesOfTheLoss) {
       EXPECT_NEAR((above - below) / (2 * step), slope, 1e-6 * std::max(1.0, std::abs(slope))) << name << " " << item.key();
     }
   }
+}
+
+// The value of a public weight, drawn here without the library's packing: element i of the public layout is draw i.
+TEST(Model, WeightsAreAFunctionOfSeedAndPublicName) {
+  const plan::ModelSpec llama = small_models().at("llama grouped"), gpt2 = small_models().at("gpt2");
+  for (const auto& [spec, name, deviation] :
+       {std::tuple(llama, "model.layers.1.self_attn.k_proj.weight", 0.02),
+        std::tuple(llama, "model.layers.0.mlp.up_proj.weight", 0.02),
+        std::tuple(gpt2, "transformer.h.1.attn.c_attn.weight", 0.02),
+        std::tuple(gpt2, "transformer.h.0.mlp.c_proj.weight", 0.02 / std::sqrt(2.0 * 2))}) {
+    bool found = false;
+    for (const auto& parameter : build_model(spec, {.seed = 7, .dtype = at::kDouble})->public_parameters()) {
+      if (parameter.name != name) continue;
+      found = true;
+      const Random random = Random(7).fork(name);
+      const Tensor flat = parameter.tensor.contiguous().view(-1);
+      for (std::int64_t i = 0; i < flat.numel(); i += 13)
+        EXPECT_NEAR(flat[i].item<double>(), deviation * random.normal(static_cast<std::uint64_t>(i)), 1e-15) << name;
+    }
+    EXPECT_TRUE(found) << name;
+  }
+}
+
+TEST(Model, LayersOfADeeperModelStartAsThoseOfAShallowOne) {
+  ModelSpec spec = small_models().at("llama");
+  const auto shallow = build_model(spec, {})->named_parameters();
+  spec.layers = 4;
+  const auto deep = build_model(spec, {})->named_parameters();
+  for (const auto& item : shallow) EXPECT_TRUE(item.value().equal(deep[item.key()])) << item.key();
+}
+
+TEST(Model, PublicNamesAreViewsInThePublicLayout) {
+  const auto model = build_model(small_models().at("gpt2"), {});
+  for (const auto& parameter : model->public_parameters()) {
+    if (parameter.name == "transformer.h.0.mlp.c_fc.weight") {
+      EXPECT_EQ(parameter.tensor.sizes(), (std::vector<std::int64_t>{24, 20}));
+    }
+    parameter.tensor.fill_(3);
+  }
+  for (const auto& parameter : model->parameters()) EXPECT_TRUE(parameter.eq(3).all().item<bool>());
+}
+
+struct CountingHooks : UnitHooks {
+  void before_forward(UnitSeam& unit, const std::vector<Tensor>&) override { order.push_back(&unit); }
+  void after_forward(UnitSeam&, const std::vector<Tensor>& outputs) override { EXPECT_EQ(outputs.size(), 1U); }
+  std::vector<UnitSeam*> order;
+};
+
+TEST(Model, UnitsRunInTheOrderOfTheDescription) {
+  for (const auto& [name, spec] : small_models()) {
+    const auto model = build_model(spec, {.dtype = at::kDouble});
+    CountingHooks hooks;
+    std::vector<UnitSeam*> expected{unit_of(*model)};
+    for (const auto& layer : model->layers()) expected.push_back(unit_of(*layer));
+    expected.push_back(unit_of(*model->head()));
+    for (UnitSeam* unit : expected) unit->set_hooks(&hooks);
+    const Batch batch = batch_for(spec, 2);
+    model->loss(batch.input, batch.target);
+    EXPECT_EQ(hooks.order, expected) << name;
+  }
+}
+
+struct Sink : GradientSink {
+  Tensor memory;
+  bool written = false;
+  int arrivals = 0;
+  Tensor buffer(bool& fresh) override {
+    fresh = !written;
+    written = true;
+    return memory;
+  }
+  void arrived() override { ++arrivals; }
+};
+
+TEST(Model, SinksReceiveTheGradientsOfAutogradTiedOnesTwice) {
+  for (const auto& [name, spec] : small_models()) {
+    SCOPED_TRACE(name);
+    at::manual_seed(4);
+    const auto plain = build_model(spec, {.dtype = at::kDouble}), sunk = build_model(spec, {.dtype = at::kDouble});
+    std::map<std::string, std::pair<std::shared_ptr<Sink>, int>> sinks;
+    for (const auto& item : sunk->named_parameters()) {
+      auto sink = std::make_shared<Sink>();
+      sink->memory = at::full_like(item.value(), NAN).detach();
+      if (const int users = set_gradient_sink(*sunk, item.key(), sink)) sinks[item.key()] = {sink, users};
+    }
+    EXPECT_EQ(sinks.count("tokens") ? sinks["tokens"].second : 2, 2);
+    const Batch batch = batch_for(spec, 3);
+    plain->loss(batch.input, batch.target).backward();
+    sunk->loss(batch.input, batch.target).backward();
+    const auto expected = plain->named_parameters();
+    for (const auto& item : sunk->named_parameters()) {
+      const auto sink = sinks.find(item.key());
+      const Tensor gradient = sink == sinks.end() ? item.value().grad() : sink->second.first->memory;
+      if (sink != sinks.end()) {
+        EXPECT_EQ(sink->second.first->arrivals, sink->second.second) << item.key();
+      }
+      EXPECT_TRUE(at::allclose(gradient, expected[item.key()].grad(), 1e-12, 1e-15)) << item.key();
+    }
+  }
+}
+
+TEST(Model, DropoutDependsOnStepAndSampleNotOnTheSlice) {
+  for (const char* name : {"gpt2", "mlp vectors", "vgg"}) {
+    SCOPED_TRACE(name);
+    at::manual_seed(3);
+    ModelSpec spec = small_models().at(name);
+    spec.dropout = 0.4;
+    const auto model = build_model(spec, {.dtype = at::kDouble});
+    const Batch batch = batch_for(spec, 4);
+    at::NoGradGuard no_grad;
+    const auto logits = [&](std::uint64_t step, std::int64_t first, std::int64_t count) {
+      model->set_dropout(step, first);
+      return model->forward(batch.input.narrow(0, first, count));
+    };
+    const Tensor whole = logits(5, 0, 4);
+    EXPECT_TRUE(at::allclose(whole, at::cat({logits(5, 0, 1), logits(5, 1, 3)}), 1e-12, 1e-12));
+    EXPECT_FALSE(at::allclose(whole, logits(6, 0, 4)));
+    model->eval();
+    EXPECT_TRUE(logits(5, 0, 4).equal(logits(6, 0, 4)));
+  }
+}
+
+TEST(Model, NarrowTypesFollowTheWideOne) {
+  for (const auto& [name, spec] : small_models())
+    for (const auto type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      at::manual_seed(6);
+      const auto wide = build_model(spec, {.dtype = at::kDouble}), narrow = build_model(spec, {.dtype = type});
+      const Batch batch = batch_for(spec, 3);
+      const Tensor loss = narrow->loss(batch.input, batch.target);
+      EXPECT_EQ(loss.scalar_type(), at::kFloat);
+      loss.backward();
+      const double expected = wide->loss(batch.input, batch.target).item<double>();
+      EXPECT_NEAR(loss.item<double>(), expected, (type == at::kFloat ? 1e-6 : 0.02) * expected) << name;
+      for (const auto& parameter : narrow->parameters()) EXPECT_TRUE(parameter.grad().isfinite().all().item<bool>());
+    }
+}
+
+TEST(Model, RefusesWhatItDoesNotKnow) {
+  const auto llama = build_model(small_models().at("llama"), {}), gpt2 = build_model(small_models().at("gpt2"), {});
+  const Tensor unknown = at::full({1, 3}, 31, at::kLong), long_sequence = at::zeros({1, 17}, at::kLong);
+  EXPECT_THROW(llama->forward(unknown), Error);
+  EXPECT_THROW(llama->forward(long_sequence), Error);
+  EXPECT_THROW(gpt2->forward(long_sequence), Error);
 }
 
 }  // namespace

@@ -1,0 +1,135 @@
+#include <gtest/gtest.h>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+// Each operator has a composition of torch's operators for devices without a kernel of ours. Here it is called as such a
+// device would reach it, with tensors that the CPU kernel can check.
+namespace bonfire {
+namespace {
+
+using at::Tensor;
+using Optional = std::optional<Tensor>;
+
+template <class Signature, class... Arguments>
+auto composite(const char* name, Arguments... arguments) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>().redispatch(
+      c10::DispatchKeySet(c10::DispatchKey::CUDA), arguments...);
+}
+
+template <class Signature, class... Arguments>
+auto kernel(const char* name, Arguments... arguments) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>().call(arguments...);
+}
+
+void expect_close(const Tensor& a, const Tensor& b) {
+  ASSERT_EQ(a.sizes(), b.sizes());
+  ASSERT_EQ(a.scalar_type(), b.scalar_type());
+  EXPECT_TRUE(at::allclose(a, b, 1e-12, 1e-12)) << (a - b).abs().max().item<double>();
+}
+
+template <class Tuple>
+void expect_all_close(const Tuple& a, const Tuple& b) {
+  std::apply([&](const auto&... x) { std::apply([&](const auto&... y) { (expect_close(x, y), ...); }, b); }, a);
+}
+
+Tensor random(at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble); }
+
+TEST(Composite, RmsNorm) {
+  using Forward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Optional&, const Tensor&, double);
+  using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Optional&, const Tensor&, const Tensor&, const Tensor&);
+  const Tensor x = random({3, 5, 7}), weight = random({7}), dy = random({3, 5, 7});
+  for (const Optional& extra : {Optional(), Optional(random({3, 5, 7}))}) {
+    const auto out = kernel<Forward>("bonfire::rms_norm", x, extra, weight, 1e-5);
+    expect_all_close(composite<Forward>("bonfire::rms_norm", x, extra, weight, 1e-5), out);
+    const Tensor rstd = std::get<2>(out);
+    expect_all_close(composite<Backward>("bonfire::rms_norm_backward", dy, extra, x, weight, rstd),
+                     kernel<Backward>("bonfire::rms_norm_backward", dy, extra, x, weight, rstd));
+  }
+}
+
+TEST(Composite, Qkv) {
+  using Split =
+      std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Optional&, const Optional&, std::int64_t, std::int64_t);
+  using Merge = Tensor(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&);
+  const Tensor qkv = random({2, 5, 8 * 6}), angle = random({9, 3});
+  for (const bool rotated : {false, true}) {
+    const Optional cosine = rotated ? Optional(angle.cos()) : std::nullopt,
+                   sine = rotated ? Optional(angle.sin()) : std::nullopt;
+    const auto parts = kernel<Split>("bonfire::split_qkv", qkv, cosine, sine, 4, 2);
+    expect_all_close(composite<Split>("bonfire::split_qkv", qkv, cosine, sine, 4, 2), parts);
+    const auto& [q, k, v] = parts;
+    expect_close(composite<Merge>("bonfire::merge_qkv", q, k, v, cosine, sine), qkv);
+    expect_close(kernel<Merge>("bonfire::merge_qkv", q, k, v, cosine, sine), qkv);
+  }
+}
+
+TEST(Composite, Activations) {
+  using Unary = Tensor(const Tensor&);
+  using Backward = Tensor(const Tensor&, const Tensor&);
+  const Tensor x = random({4, 10}), d = random({4, 5});
+  expect_close(composite<Unary>("bonfire::swiglu", x), kernel<Unary>("bonfire::swiglu", x));
+  expect_close(composite<Backward>("bonfire::swiglu_backward", d, x), kernel<Backward>("bonfire::swiglu_backward", d, x));
+  expect_close(composite<Unary>("bonfire::gelu", x), kernel<Unary>("bonfire::gelu", x));
+  expect_close(composite<Backward>("bonfire::gelu_backward", x, x), kernel<Backward>("bonfire::gelu_backward", x, x));
+}
+
+TEST(Composite, CrossEntropy) {
+  using Losses = Tensor(const Tensor&, const Tensor&, std::int64_t);
+  using Gradients = Tensor(Tensor, const Tensor&, std::int64_t);
+  const Tensor logits = random({6, 9});
+  Tensor target = at::randint(9, {6}, at::kLong);
+  target[2] = -100;
+  expect_close(composite<Losses>("bonfire::cross_entropy", logits, target, -100),
+               kernel<Losses>("bonfire::cross_entropy", logits, target, -100));
+  Tensor a = logits.clone(), b = logits.clone();
+  expect_close(composite<Gradients>("bonfire::cross_entropy_", a, target, -100),
+               kernel<Gradients>("bonfire::cross_entropy_", b, target, -100));
+  expect_close(a, b);
+}
+
+TEST(Composite, DropoutAndEmbedding) {
+  using Dropout = Tensor(const Tensor&, double, std::int64_t, std::int64_t);
+  using Add = void(Tensor, const Tensor&, const Tensor&);
+  const Tensor x = random({5, 77});
+  expect_close(composite<Dropout>("bonfire::dropout", x, 0.3, 12345, 17),
+               kernel<Dropout>("bonfire::dropout", x, 0.3, 12345, 17));
+  const Tensor tokens = at::randint(4, {5}, at::kLong);
+  Tensor a = at::zeros({4, 77}, at::kDouble), b = a.clone();
+  composite<Add>("bonfire::embedding_add_", a, tokens, x);
+  kernel<Add>("bonfire::embedding_add_", b, tokens, x);
+  expect_close(a, b);
+}
+
+TEST(Composite, Optimizers) {
+  using Adam = void(Tensor, const Tensor&, Tensor, Tensor, const Optional&, const Optional&, const Optional&, double, double,
+                    double, double, double, std::int64_t, double, bool);
+  using Sgd = void(Tensor, const Tensor&, const Optional&, const Optional&, const Optional&, double, double, double, double,
+                   std::int64_t, double, bool);
+  const Tensor g = random({50}), scale = at::scalar_tensor(0.5, at::kDouble);
+  for (const bool decoupled : {false, true}) {
+    std::vector<Tensor> a, b;
+    for (int i = 0; i < 5; ++i) {
+      a.push_back(random({50}).abs());
+      b.push_back(a.back().clone());
+    }
+    composite<Adam>("bonfire::adam_", a[0], g, a[1], a[2], Optional(a[3]), Optional(a[4]), Optional(scale), 0.1, 0.9, 0.99,
+                    1e-8, 0.1, 3, 0.7, decoupled);
+    kernel<Adam>("bonfire::adam_", b[0], g, b[1], b[2], Optional(b[3]), Optional(b[4]), Optional(scale), 0.1, 0.9, 0.99,
+                 1e-8, 0.1, 3, 0.7, decoupled);
+    for (std::size_t i = 0; i < a.size(); ++i) expect_close(a[i], b[i]);
+  }
+  for (const std::int64_t step : {1, 2}) {
+    Tensor p = random({50}), m = random({50}), p2 = p.clone(), m2 = m.clone();
+    composite<Sgd>("bonfire::sgd_", p, g, Optional(m), Optional(), Optional(scale), 0.1, 0.9, 0.1, 0.01, step, 0.7, true);
+    kernel<Sgd>("bonfire::sgd_", p2, g, Optional(m2), Optional(), Optional(scale), 0.1, 0.9, 0.1, 0.01, step, 0.7, true);
+    expect_close(p, p2);
+    expect_close(m, m2);
+  }
+  using Squares = Tensor(const Tensor&);
+  expect_close(composite<Squares>("bonfire::sum_of_squares", g), kernel<Squares>("bonfire::sum_of_squares", g));
+}
+
+}  // namespace
+}  // namespace bonfire
