@@ -1,10 +1,35 @@
-# Sets BONFIRE_CUDA_FOUND where the CUDA plug-in can be built: nvcc is here and LibTorch has its CUDA part. No GPU is needed.
-find_program(BONFIRE_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
+# Sets BONFIRE_CUDA_FOUND where the CUDA plug-in can be built: nvcc of LibTorch's CUDA, NCCL's header (in
+# BONFIRE_NCCL_INCLUDE), and LibTorch's CUDA part. No GPU is needed. Where something is missing, one line says what.
+set(BONFIRE_CUDA_MAJOR 13)
 set(BONFIRE_CUDA_FOUND FALSE)
+
+find_program(BONFIRE_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
+set(nvcc_major 0)
+if(BONFIRE_NVCC)
+  execute_process(COMMAND ${BONFIRE_NVCC} --version OUTPUT_VARIABLE nvcc_words ERROR_QUIET)
+  if(nvcc_words MATCHES "release ([0-9]+)\\.")
+    set(nvcc_major ${CMAKE_MATCH_1})
+  endif()
+  # Beside nvcc, as CUDA's own packages have it; with pip's wheels, as beside a Python torch and in our cache; the system's.
+  get_filename_component(nvcc_file "${BONFIRE_NVCC}" REALPATH)
+  get_filename_component(toolkit "${nvcc_file}/../.." ABSOLUTE)
+  file(GLOB wheels "${BONFIRE_LIBTORCH}/../nvidia/*/include")
+  find_path(BONFIRE_NCCL_INCLUDE nccl.h HINTS "${toolkit}/include" "${toolkit}/targets/x86_64-linux/include" ${wheels})
+endif()
+
+set(missing "")
 if(NOT BONFIRE_NVCC)
-  message(STATUS "No nvcc: the CUDA plug-in is not built")
+  set(missing "no nvcc")
+elseif(NOT nvcc_major EQUAL BONFIRE_CUDA_MAJOR)
+  set(missing "${BONFIRE_NVCC} is of CUDA ${nvcc_major}, LibTorch of CUDA ${BONFIRE_CUDA_MAJOR}")
 elseif(NOT EXISTS "${BONFIRE_LIBTORCH}/lib/libtorch_cuda.so")
-  message(STATUS "No libtorch_cuda.so in ${BONFIRE_LIBTORCH}/lib: the CUDA plug-in is not built")
+  set(missing "no libtorch_cuda.so in ${BONFIRE_LIBTORCH}/lib")
+elseif(NOT BONFIRE_NCCL_INCLUDE)
+  set(missing "no nccl.h in CUDA's folder, the system's or LibTorch's (Debian package libnccl-dev)")
+endif()
+
+if(missing)
+  message(STATUS "The CUDA plug-in is not built: ${missing}")
 else()
   set(CMAKE_CUDA_COMPILER ${BONFIRE_NVCC} CACHE FILEPATH "nvcc")
   # Hopper's own code, and PTX from which the driver makes that of any GPU since Ampere.

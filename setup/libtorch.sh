@@ -14,19 +14,30 @@ if [ -n "${LIBTORCH:-}" ]; then
   exit 0
 fi
 
+[ -n "${BONFIRE_CACHE:-}${HOME:-}" ] ||
+  { echo "HOME is not set: set it, or BONFIRE_CACHE to the folder into which LibTorch is fetched" >&2; exit 2; }
 cache=${BONFIRE_CACHE:-$HOME/.cache/bonfire}
 home=$cache/libtorch-$version
+# On a terminal pip shows how far it is.
+quiet=(--quiet)
+[ ! -t 2 ] || quiet=()
 fetch() {
-  python3 -m pip download --quiet --no-deps --only-binary=:all: --dest "$part" --python-version 312 "$@" >&2
+  python3 -m pip download "${quiet[@]}" --disable-pip-version-check --no-deps --only-binary=:all: --dest "$part" --python-version 312 "$@" >&2
+}
+# Clones that start together fetch once: the others wait, and then find it complete.
+lock() {
+  mkdir -p "$cache"
+  exec 9> "$cache/lock"
+  flock --nonblock 9 || { echo "waiting for another process that fetches into $cache" >&2; flock 9; }
 }
 # Things are unpacked beside their final place and renamed, so a clone never sees half of them.
 begin_part() {
-  mkdir -p "$cache"
   part=$(mktemp -d "$cache/part.XXXXXX")
   trap 'rm -rf "$part"' EXIT
 }
-unpack() { mkdir "$part/wheels" && for wheel in "$part"/*.whl; do unzip -q "$wheel" -d "$part/wheels"; done; }
+unpack() { mkdir "$part/wheels" && for wheel in "$part"/*.whl; do unzip -qo "$wheel" -d "$part/wheels"; done; }
 
+[ -f "$home/complete" ] || lock
 if [ ! -f "$home/complete" ]; then
   begin_part
   echo "fetching LibTorch $version into $home (530 MB, once)" >&2
@@ -41,13 +52,15 @@ if [ ! -f "$home/complete" ]; then
   find "$part/wheels/nvidia" -name 'libcupti.so.13' -exec cp {} "$part/home/lib/" \;
   touch "$part/home/complete"
   rm -rf "$home"
-  mv "$part/home" "$home" 2>/dev/null || [ -f "$home/complete" ]
+  mv -T "$part/home" "$home"
   rm -rf "$part"
 fi
 
 # libtorch_cuda.so looks for CUDA's libraries in ../../nvidia, seen from its own folder.
 nvidia=$cache/nvidia
-if [ ! -f "$nvidia/complete" ] && { [ -e /proc/driver/nvidia/version ] || [ "${WITH_CUDA:-}" = 1 ]; }; then
+wants_cuda() { [ -e /proc/driver/nvidia/version ] || [ "${WITH_CUDA:-}" = 1 ]; }
+if [ ! -f "$nvidia/complete" ] && wants_cuda; then lock; fi
+if [ ! -f "$nvidia/complete" ] && wants_cuda; then
   begin_part
   echo "fetching CUDA's libraries into $nvidia (1.4 GB, once)" >&2
   platforms=(--platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_18_x86_64
@@ -59,7 +72,7 @@ if [ ! -f "$nvidia/complete" ] && { [ -e /proc/driver/nvidia/version ] || [ "${W
     unpack
     touch "$part/wheels/nvidia/complete"
     rm -rf "$nvidia"
-    mv "$part/wheels/nvidia" "$nvidia" 2>/dev/null || [ -f "$nvidia/complete" ]
+    mv -T "$part/wheels/nvidia" "$nvidia"
   else
     echo "CUDA's libraries could not be fetched: the GPU will not be used, unless LIBTORCH names a Python torch that has them" >&2
   fi

@@ -7,7 +7,7 @@ set -euo pipefail
 build=(g++ cmake ninja-build ccache mold unzip python3 python3-pip ca-certificates
        libcli11-dev libtomlplusplus-dev nlohmann-json3-dev libxxhash-dev
        libgloo-dev libsentencepiece-dev)
-tests=(libgtest-dev libbenchmark-dev openmpi-bin libopenmpi-dev slurm-wlm munge)
+tests=(libgtest-dev libbenchmark-dev openmpi-bin libopenmpi-dev mpich slurm-wlm munge)
 lint=(clang-format clang-tidy)
 
 [ $# -gt 0 ] || set -- build tests
@@ -31,4 +31,4 @@ echo "installing ${#missing[@]} packages: ${missing[*]}"
 as_root=()
 [ "$(id -u)" -eq 0 ] || as_root=(sudo)
 "${as_root[@]}" apt-get update -qq
-DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+"${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null

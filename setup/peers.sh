@@ -13,7 +13,7 @@ if ! python3 -c 'import ensurepip, venv' 2>/dev/null; then
   as_root=()
   [ "$(id -u)" -eq 0 ] || as_root=(sudo)
   "${as_root[@]}" apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends python3-venv >/dev/null
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-venv >/dev/null
 fi
 echo "making the peers' environment in $folder (about 5 GB, some minutes)" >&2
 python3 -m venv "$folder"

@@ -13,7 +13,7 @@
 namespace bonfire::house {
 namespace {
 
-constexpr int most_lines = 600;
+constexpr int most_lines = 500;
 
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
