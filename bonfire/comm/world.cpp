@@ -30,6 +30,8 @@ struct World::State {
   std::shared_ptr<ProgressBoard> progress = std::make_shared<ProgressBoard>();
   Group group;
   std::map<std::vector<int>, std::shared_ptr<Backend>> communicators;  // by members: axes with equal members share one
+  // One group for each axis and its members, however many meshes ask for it: its collectives are counted and compared once.
+  std::map<std::pair<Axis, std::vector<int>>, Group> groups;
   std::vector<std::shared_ptr<void>> companions;  // last, so that they end first
 
   // `communicator`: of all ranks, where there is one already.
@@ -58,6 +60,7 @@ struct World::State {
 
   // Collective among `members`: a group over them, connected on first use.
   Group make_group(Axis axis, const std::vector<int>& members) {
+    if (const auto known = groups.find({axis, members}); known != groups.end()) return known->second;
     auto state = std::make_shared<Group::State>();
     state->axis = axis;
     state->name = name_of(axis);
@@ -76,7 +79,7 @@ struct World::State {
         state->fingerprints = std::make_shared<FingerprintBoard>(store, fmt::format("{} {}", state->name, fmt::join(members, ",")), members,
                                                                  state->rank, options.timeout);
     }
-    return Group(std::move(state));
+    return groups.emplace(std::pair{axis, members}, Group(std::move(state))).first->second;
   }
 };
 

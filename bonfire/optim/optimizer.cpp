@@ -75,14 +75,20 @@ StepResult Optimizer::step(const StepOptions& options) {
   const at::NoGradGuard no_grad;
   follow_layout();
   StepResult result;
-  double gradient_scale = options.scaler ? 1 / options.scaler->scale() : 1;
+  const double loss_scale = options.scaler ? options.scaler->scale() : 1;
+  double gradient_scale = 1 / loss_scale;
+  GradientUse use;
   if (options.clip > 0 || options.scaler || options.skip_non_finite) {
     result.gradient_norm = gradient_norm(engine_) * gradient_scale;
     const bool finite = std::isfinite(result.gradient_norm);
-    if (options.scaler) options.scaler->update(finite);
+    if (options.scaler) {
+      options.scaler->update(finite);
+      use.rescaled = options.scaler->scale() / loss_scale;
+    }
     if (!finite && (options.scaler || options.skip_non_finite)) {
       result.skipped = true;
-      engine_.spend_gradients();
+      use.applied = false;
+      engine_.spend_gradients(use);
       return result;
     }
     gradient_scale *= clip_factor(result.gradient_norm, options.clip);
@@ -100,7 +106,7 @@ StepResult Optimizer::step(const StepOptions& options) {
     }
     flat.values_changed();
   }
-  engine_.spend_gradients();
+  engine_.spend_gradients(use);
   return result;
 }
 

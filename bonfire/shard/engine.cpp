@@ -62,6 +62,7 @@ struct Engine::State {
     std::string name;
     at::Tensor tensor;
     std::size_t group = 0;
+    at::ScalarType master = at::kFloat;  // the dtype it was given in, which its optimizer state keeps
     bool trained = true;
     std::size_t flat = 0, segment = 0;  // where it lies now
     bool arrived = false;               // in this backward
@@ -106,16 +107,22 @@ struct Engine::State {
 };
 
 Engine::State::State(const Mesh& mesh_, torch::nn::Module& module, ShardOptions options_) : mesh(mesh_), options(std::move(options_)) {
-  if (mesh.shape().shard > 1)
-    fail_config("layout.shard = {}: this version keeps whole parameters on every rank; allowed: 1, with replicate for the ranks", mesh.shape().shard);
+  for (const Axis axis : {Axis::pipeline, Axis::shard, Axis::context, Axis::tensor})
+    if (mesh.shape().along(axis) > 1)
+      fail_config("mesh axis {} is {}: this version keeps the whole model on every rank; allowed: 1, with replicate for the ranks", name_of(axis),
+                  mesh.shape().along(axis));
   const Group& replicas = mesh.group(Axis::replicate);
   reduction = options.hook ? options.hook : make_reduction(replicas, options.reduction);
 
   const auto groups = groups_of(module);
   for (std::size_t group = 0; group < groups.size(); ++group) {
     group_names.push_back(groups[group].name);
-    for (const auto& member : groups[group].members)
-      parameters.push_back({member.name, member.parameter, group, member.parameter.requires_grad()});
+    for (const auto& member : groups[group].members) {
+      // There is one place for a hook, and taking it from its owner would silence that one.
+      require(!torch::autograd::impl::post_acc_grad_hooks(member.parameter),
+              "parameter '{}' has a gradient hook already: of another Engine, or of yours", member.name);
+      parameters.push_back({member.name, member.parameter, group, member.parameter.scalar_type(), member.parameter.requires_grad()});
+    }
   }
   for (const auto& buffer : module.buffers())
     if (buffer.defined() && buffer.numel() > 0) buffers.push_back(buffer);
@@ -166,7 +173,7 @@ void Engine::State::lay_out(const std::vector<std::size_t>& order_of_groups, boo
   for (const auto& flat : flats) before.push_back(flat.get());
 
   for (std::size_t begin = 0; begin < order.size();) {
-    const auto dtype_of = [&](std::size_t at) { return parameters[members[order[at]].front()].tensor.scalar_type(); };
+    const auto dtype_of = [&](std::size_t at) { return parameters[members[order[at]].front()].master; };
     std::size_t end = begin + 1;
     while (end < order.size() && dtype_of(end) == dtype_of(begin)) ++end;
 
@@ -182,7 +189,7 @@ void Engine::State::lay_out(const std::vector<std::size_t>& order_of_groups, boo
       }
     }
     auto buckets = options.buckets;
-    buckets.element_bytes = static_cast<std::int64_t>(first ? c10::elementSize(dtype_of(begin)) : flats.front()->master().element_size());
+    buckets.element_bytes = static_cast<std::int64_t>(c10::elementSize(dtype_of(begin)));
     for (auto& layout : plan::bucket(groups, buckets)) {
       std::vector<at::Tensor> tensors;
       for (std::size_t segment = 0; segment < layout.segments.size(); ++segment) {
@@ -383,7 +390,10 @@ void Engine::finish(const std::function<void()>& step) {
   }
 }
 
-void Engine::spend_gradients() { state_->spent = true; }
+void Engine::spend_gradients(const GradientUse& use) {
+  state_->spent = true;
+  state_->reduction->spent(use);
+}
 
 void Engine::check_equal() const {
   std::vector<NamedTensor> tensors;

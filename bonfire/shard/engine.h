@@ -65,7 +65,7 @@ class BONFIRE_API Engine {
   void finish(const std::function<void()>& step);
 
   // The gradients have been used: the next backward starts from nothing. Optimizers of ours call it.
-  void spend_gradients();
+  void spend_gradients(const GradientUse& use = {});
   // Collective: throws where a parameter differs between ranks, naming it.
   void check_equal() const;
 

@@ -35,7 +35,7 @@ FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> pa
     for (std::size_t at = 0; at < flat->layout_.segments.size(); ++at) places[flat->layout_.segments[at].name] = {flat, at};
 
   const at::NoGradGuard no_grad;
-  const FlatParameter& first = *before.front();
+  const FlatParameter& first = *places.at(layout_.segments.front().name).flat;
   compute_ = at::zeros({layout_.total}, first.compute_.options());
   master_ = first.low_precision().defined() ? at::zeros({layout_.trained}, first.master_.options()) : compute_.narrow(0, 0, layout_.trained);
   gradient_ = at::zeros_like(master_);

@@ -109,4 +109,13 @@ void PowerSgd::end(std::size_t index, FlatParameter& flat) {
   }
 }
 
+void PowerSgd::spent(const GradientUse& use) {
+  // What is not finite would never leave the error again: after a dropped step everything starts afresh.
+  if (!use.applied) return buckets_.clear();
+  if (use.rescaled == 1) return;
+  const at::NoGradGuard no_grad;
+  for (auto& bucket : buckets_)
+    for (auto& matrix : bucket.matrices) matrix.error.mul_(use.rescaled);
+}
+
 }  // namespace bonfire

@@ -16,6 +16,7 @@ class PowerSgd final : public Reduction {
   void begin(std::size_t bucket, FlatParameter& flat) override;
   void advance(std::size_t bucket, FlatParameter& flat) override;
   void end(std::size_t bucket, FlatParameter& flat) override;
+  void spent(const GradientUse& use) override;
   void reset() override { buckets_.clear(); }
 
  private:

@@ -9,6 +9,12 @@
 
 namespace bonfire {
 
+// What became of a step's gradients.
+struct GradientUse {
+  bool applied = true;    // false: they were not finite, and the step was dropped
+  double rescaled = 1;    // the next step's gradients are multiplied by this many times what these were (a gradient scaler)
+};
+
 // How the gradient of a flat parameter becomes its average over the replicas: the communication hook. The engine calls the
 // three in this order, each for one bucket after the other, in an order that is the same on all ranks.
 class BONFIRE_API Reduction {
@@ -21,6 +27,8 @@ class BONFIRE_API Reduction {
   virtual void advance(std::size_t bucket, FlatParameter& flat) {}
   // The gradient is the average when this returns (GPU: on the current stream).
   virtual void end(std::size_t bucket, FlatParameter& flat) = 0;
+  // The step is over. Whoever carries something from one step to the next hears here what to do with it.
+  virtual void spent(const GradientUse& use) {}
   // The buckets were made anew; what is remembered by bucket is void.
   virtual void reset() {}
 };

@@ -38,6 +38,26 @@ TEST(Fingerprint, AgreementCostsNothingButTime) {
             "");
 }
 
+// Whoever asks for the same ranks along the same axis gets the same group, with one count of its collectives.
+TEST(Fingerprint, TwoMeshesDoNotConfuseEachOther) {
+  EXPECT_EQ(told(2,
+                 [](World& world) {
+                   const Mesh first = world.mesh({.replicate = 2}), second = world.mesh({.replicate = 2});
+                   EXPECT_EQ(first.group(Axis::world).sum(1), 2);
+                   EXPECT_EQ(world.group().sum(2), 4);
+                   EXPECT_EQ(second.group(Axis::replicate).max(3), 3);
+                   EXPECT_EQ(first.group(Axis::replicate).sum(1), 2);
+                   EXPECT_EQ(second.group(Axis::world).sum(1), 2);
+                 }),
+            "");
+  const auto message = told(2, [](World& world) {
+    const Mesh first = world.mesh({.replicate = 2}), second = world.mesh({.replicate = 2});
+    first.group(Axis::replicate).sum(1);
+    second.group(Axis::replicate).all_reduce(at::zeros({world.rank() + 1})).wait();
+  });
+  EXPECT_NE(message.find("collective #2: rank 0 calls all_reduce of Float [1]"), std::string::npos) << message;
+}
+
 TEST(Fingerprint, NamesBothSidesOfAnotherShape) {
   EXPECT_EQ(told(2, [](World& world) { world.group().all_reduce(at::zeros({world.rank() == 0 ? 4 : 5})).wait(); }),
             "group 'world 0,1', collective #1: rank 0 calls all_reduce of Float [4], sum, but rank 1 calls all_reduce of Float [5], sum");

@@ -9,6 +9,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/base/random.h"
 #include "bonfire/comm/recorder.h"
+#include "bonfire/optim/grad_scaler.h"
 #include "bonfire/optim/optimizer.h"
 #include "tests/support/ranks.h"
 
@@ -314,6 +315,47 @@ TEST(DataParallel, ParametersAreCheckedAtTheStart) {
   });
 }
 
+// Dtypes may be mixed in one module: each keeps its own, through the first backward and through freezing.
+TEST(DataParallel, MixedDtypesStayMixed) {
+  struct Mixed : torch::nn::Module {
+    Mixed() {
+      a = register_parameter("a", numbers({5, 3}, 1, at::kFloat));
+      b = register_parameter("b", numbers({3}, 2, at::kDouble));
+      c = register_parameter("c", numbers({5}, 3, at::kFloat));
+    }
+    at::Tensor forward(const at::Tensor& x) { return (a.mv(x) + c).to(at::kDouble).pow(2).sum() + b.pow(2).sum(); }
+    at::Tensor a, b, c;
+  };
+  run_ranks(2, [](World& world) {
+    Mixed model;
+    Engine engine = shard(world.mesh({.replicate = 2}), model);
+    Sgd optimizer(engine, {.lr = 0.1});
+    const auto b = model.b.detach().clone();
+    for (int step = 0; step < 3; ++step) {
+      engine.backward(model.forward(numbers({3}, step, at::kFloat)));
+      optimizer.step();
+      if (step == 1) model.c.set_requires_grad(false);
+    }
+    EXPECT_EQ(model.a.scalar_type(), at::kFloat);
+    EXPECT_EQ(model.b.scalar_type(), at::kDouble);
+    EXPECT_EQ(model.c.scalar_type(), at::kFloat);
+    EXPECT_LT(distance(model.b, b * 0.8 * 0.8 * 0.8), 1e-15);  // in fp32 it would be off by 1e-8
+  });
+}
+
+TEST(DataParallel, RefusesWhatItWouldIgnore) {
+  const auto other_axis = [](World& world) {
+    Plain model;
+    Engine engine = shard(world.mesh({.context = 2}), model);
+  };
+  EXPECT_NE(error_of(2, other_axis).find("mesh axis context is 2"), std::string::npos);
+  const auto second_engine = [](World& world) {
+    Plain model;
+    Engine engine = shard(world.mesh({}), model), again = shard(world.mesh({}), model);
+  };
+  EXPECT_NE(error_of(1, second_engine).find("parameter 'first.weight' has a gradient hook already"), std::string::npos);
+}
+
 TEST(DataParallel, BackwardGoesThroughTheEngine) {
   World world;
   Plain model;
@@ -391,6 +433,43 @@ TEST(Compression, PowerSgdFeedsItsErrorBack) {
     }
     EXPECT_GT(error_of_one, 0.3);
     EXPECT_LT(distance(sum / repeats, mean), error_of_one / 5);
+  });
+}
+
+// One step that overflowed must not poison those that follow.
+TEST(Compression, PowerSgdForgetsADroppedStep) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Linear model(torch::nn::LinearOptions(16, 12).bias(true));
+    model->to(at::kDouble);
+    Engine engine = shard(world.mesh({.replicate = 2}), model, {.start = Start::broadcast, .reduction = {.compression = plan::Compression::powersgd, .powersgd_rank = 2}});
+    Sgd optimizer(engine, {.lr = 0.01});
+    for (int step = 0; step < 4; ++step) {
+      const double factor = step == 1 && world.rank() == 0 ? std::numeric_limits<double>::infinity() : 1;
+      engine.backward((model->weight * numbers({12, 16}, 50 + world.rank())).sum() * factor);
+      EXPECT_EQ(optimizer.step({.skip_non_finite = true}).skipped, step == 1);
+    }
+    EXPECT_TRUE(model->weight.isfinite().all().item<bool>());
+  });
+}
+
+// The error is kept in the units of the gradients, which a gradient scaler changes.
+TEST(Compression, PowerSgdFollowsTheLossScale) {
+  run_ranks(1, [](World& world) {
+    std::vector<at::Tensor> sums;
+    for (const double growth : {2.0, 1.5}) {
+      torch::nn::Linear model(torch::nn::LinearOptions(16, 12).bias(false));
+      model->to(at::kDouble);
+      model->weight.detach().zero_();
+      Engine engine = shard(world.mesh({}), model, {.reduction = {.compression = plan::Compression::powersgd, .powersgd_rank = 2}});
+      Sgd optimizer(engine, {.lr = 1});
+      GradScaler scaler({.scale = 4, .growth = growth, .growth_interval = 1});
+      for (int step = 0; step < 5; ++step) {
+        engine.backward(scaler.scale((model->weight * numbers({12, 16}, 50)).sum()));
+        optimizer.step({.scaler = &scaler});
+      }
+      sums.push_back(model->weight.detach().clone());
+    }
+    EXPECT_LT(distance(sums[0], sums[1]), 1e-12);  // whatever the scale did, the same was sent
   });
 }
 
