@@ -25,6 +25,8 @@ void add_launch(CLI::App& program, int& exit_code) {
   command->add_option("--nodes", options.nodes, "Nodes, each with a launcher of its own")->check(CLI::PositiveNumber);
   command->add_option("--node-rank", options.node, "Number of this node, from 0")->check(CLI::NonNegativeNumber);
   command->add_option("--master", arguments->master, "HOST:PORT where node 0's launcher listens")->type_name("HOST:PORT");
+  command->add_option("--address", options.address, "Address of this node that other nodes reach it at (default: chosen)")
+      ->type_name("HOST");
   command->add_option("--port", arguments->port, "Loopback port where the ranks meet (default: a free one)")
       ->check(CLI::Range(1, 65535))
       ->excludes("--master");

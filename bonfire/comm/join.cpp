@@ -43,12 +43,20 @@ std::chrono::milliseconds rendezvous_timeout(const JoinOptions& options) {
 
 bool on_one_machine(const Environment& place) { return place.local_size == place.size; }
 
+// The address that the user gave this machine; empty: none.
+std::string own_address(const JoinOptions& options) {
+  const std::string address = variable(options.variables, "BONFIRE_ADDRESS");
+  if (!address.empty()) return address;
+  const std::string interface = variable(options.variables, "GLOO_SOCKET_IFNAME");
+  return interface.empty() ? "" : address_of_interface(interface.substr(0, interface.find(',')));
+}
+
 // The address of this machine that other ranks reach it at.
 std::string gloo_address(const JoinOptions& options, const Environment& place) {
-  const std::string interface = variable(options.variables, "GLOO_SOCKET_IFNAME");
-  if (!interface.empty()) return address_of_interface(interface.substr(0, interface.find(',')));
+  const std::string own = own_address(options);
+  if (!own.empty()) return own;
   if (on_one_machine(place) || place.address.empty()) return options.world.address;
-  return address_towards(place.address);
+  return address_towards(address_for_others(place.address));
 }
 
 StorePtr token_store(const Endpoint& server, const std::string& token, std::chrono::milliseconds timeout,
@@ -73,6 +81,7 @@ StorePtr store_of(const Environment& place, const JoinOptions& options) {
   // Rank 0 hosts: on loopback unless there are ranks elsewhere.
   if (on_one_machine(place)) server.host = "127.0.0.1";
   const std::string token = job_token(options.variables, place.run_id.empty() ? to_string(server) : place.run_id);
+  if (!on_one_machine(place)) server.host = address_for_others(server.host, place.node == 0 ? own_address(options) : "");
   std::shared_ptr<StoreServer> host;
   if (place.rank == 0)
     host = std::make_shared<StoreServer>(

@@ -143,6 +143,7 @@ class Attempt {
     variables["GROUP_RANK"] = std::to_string(options_.node);
     variables["MASTER_ADDR"] = store_.host;
     variables["MASTER_PORT"] = std::to_string(store_.port);
+    if (!options_.address.empty()) variables["BONFIRE_ADDRESS"] = options_.address;
     variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(number_);
     variables["TORCHELASTIC_RUN_ID"] = to_string(store_);
     variables.insert_or_assign("BONFIRE_LAUNCHER", std::string(1, '1'));
@@ -301,6 +302,15 @@ void check(const LauncherOptions& options) {
   if (options.max_restarts < 0) fail_config("{} restarts: at least 0 is needed", options.max_restarts);
 }
 
+// The numeric form. Throws ConfigError where the address is not one of this machine.
+std::string bindable(const std::string& address) {
+  try {
+    return endpoint_of(listen_on({address, 0})).host;
+  } catch (const Error& error) {
+    fail_config("address '{}' is not one of this machine: {}", address, error.what());
+  }
+}
+
 // Whether starting again could help: a configuration that was refused will be refused again.
 bool worth_a_restart(const RankFailure& failure) {
   return failure.code != 2 && !(failure.note && failure.note->kind == FailureNote::Kind::configuration);
@@ -312,6 +322,9 @@ LaunchOutcome launch_ranks(LauncherOptions options) {
   check(options);
   if (options.token.empty())
     options.token = options.nodes == 1 ? random_token() : job_token(process_variables(), to_string(options.master));
+  if (!options.address.empty()) options.address = bindable(options.address);
+  if (options.nodes > 1)
+    options.master.host = address_for_others(options.master.host, options.node == 0 ? options.address : "");
   const bool temporary = options.log_folder.empty();
   LaunchOutcome outcome;
   outcome.log_folder = temporary ? temporary_folder() : options.log_folder;

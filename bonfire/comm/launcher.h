@@ -24,7 +24,8 @@ struct LauncherOptions {
   int node = 0;
   // Where the ranks meet; node 0's launcher listens there. Port 0: a free one (one node only).
   Endpoint master = {"127.0.0.1", 0};
-  std::string token = {};  // empty: a fresh one (one node), or job_token() (several)
+  std::string address = {};  // of this node, to which its ranks' connections are bound; empty: chosen
+  std::string token = {};    // empty: a fresh one (one node), or job_token() (several)
   int max_restarts = 0;
   std::filesystem::path log_folder = {};  // rank-N.log; empty: a temporary folder, removed when all went well
   Echo echo = Echo::all;

@@ -34,7 +34,7 @@ inline World world_from_mpi(MPI_Comm communicator, JoinOptions options = {}) {
   std::optional<MeetingPlace> host;
   std::string invitation;
   if (place.rank == 0) {
-    host.emplace(everybody_here != 0 ? "127.0.0.1" : host_name(), options.world.log);
+    host.emplace(everybody_here != 0 ? "127.0.0.1" : address_for_others(host_name()), options.world.log);
     invitation = host->invitation();
   }
   int length = static_cast<int>(invitation.size());

@@ -47,6 +47,13 @@ std::string numeric(const sockaddr* address, socklen_t length) {
   return host;
 }
 
+bool is_loopback(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
+
+bool is_numeric(const std::string& host) {
+  in6_addr ignored;
+  return inet_pton(AF_INET, host.c_str(), &ignored) == 1 || inet_pton(AF_INET6, host.c_str(), &ignored) == 1;
+}
+
 int milliseconds_until(Deadline deadline) {
   const auto left =
       std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
@@ -62,6 +69,28 @@ bool wait_for(const Socket& socket, short events, Deadline deadline) {
     if (ready == 0 && std::chrono::steady_clock::now() >= deadline) return false;
     if (ready < 0 && errno != EINTR) fail("cannot poll a socket: {}", std::strerror(errno));
   }
+}
+
+struct Interface {
+  std::string name;
+  std::string address;  // numeric; empty: none of the internet's
+};
+
+std::vector<Interface> interfaces() {
+  ifaddrs* list = nullptr;
+  require(getifaddrs(&list) == 0, "cannot list the network interfaces: {}", std::strerror(errno));
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, freeifaddrs);
+  std::vector<Interface> found;
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    if (entry->ifa_addr == nullptr) continue;
+    const int family = entry->ifa_addr->sa_family;
+    if (family == AF_INET || family == AF_INET6)
+      found.push_back(
+          {entry->ifa_name, numeric(entry->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6))});
+    else
+      found.push_back({entry->ifa_name, ""});
+  }
+  return found;
 }
 
 Socket try_connect(const addrinfo& address, Deadline deadline, std::string& reason) {
@@ -203,19 +232,14 @@ std::string host_name() {
 }
 
 std::string address_of_interface(const std::string& name) {
-  ifaddrs* list = nullptr;
-  require(getifaddrs(&list) == 0, "cannot list the network interfaces: {}", std::strerror(errno));
-  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, freeifaddrs);
   std::vector<std::string> names;
   std::string found;
-  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
-    if (entry->ifa_addr == nullptr) continue;
-    if (std::find(names.begin(), names.end(), entry->ifa_name) == names.end()) names.emplace_back(entry->ifa_name);
-    const int family = entry->ifa_addr->sa_family;
-    if (entry->ifa_name != name || (family != AF_INET && family != AF_INET6)) continue;
-    const std::string address = numeric(entry->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
-    if (found.empty() || family == AF_INET) found = address;
-    if (family == AF_INET) return found;
+  for (const Interface& entry : interfaces()) {
+    if (std::find(names.begin(), names.end(), entry.name) == names.end()) names.push_back(entry.name);
+    const bool six = entry.address.find(':') != std::string::npos;
+    if (entry.name != name || entry.address.empty()) continue;
+    if (!six) return entry.address;
+    if (found.empty()) found = entry.address;
   }
   if (found.empty())
     fail_config("there is no network interface '{}' with an address; there are {}", name, fmt::join(names, ", "));
@@ -233,6 +257,39 @@ std::string address_towards(const std::string& host) {
     reason = std::strerror(errno);
   }
   fail("no way to host {}: {}", host, reason);
+}
+
+std::string address_for_others(const std::string& host, const std::string& own) {
+  if (is_numeric(host) || host == "localhost") return host;
+  std::string reason;
+  const Addresses addresses = look_up({host, 0}, SOCK_STREAM, reason);
+  // A name that nobody knows yet may be known soon: whoever connects tries again.
+  if (!addresses && host != host_name()) return host;
+  std::string loopback, other;
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    const std::string found = numeric(address->ai_addr, address->ai_addrlen);
+    std::string& kind = is_loopback(found) ? loopback : other;
+    if (kind.empty()) kind = found;
+  }
+  if (addresses && loopback.empty()) return host;
+  if (!other.empty()) return other;
+  if (!own.empty()) return own;
+
+  std::vector<std::string> candidates;
+  for (const Interface& entry : interfaces())
+    if (!entry.address.empty() && !is_loopback(entry.address) && !entry.address.starts_with("fe80:"))
+      candidates.push_back(entry.address);
+  if (candidates.size() == 1) return candidates.front();
+  // Addresses of documentation, to which nothing is sent: the way to them is the default route.
+  for (const char* outside : {"203.0.113.1", "2001:db8::1"})
+    try {
+      const std::string address = address_towards(outside);
+      if (!is_loopback(address)) return address;
+    } catch (const Error&) {
+      continue;
+    }
+  fail("host '{}' is {} here, where other machines cannot reach it, and this machine's own addresses are {}: name one", host,
+       loopback.empty() ? "unknown" : loopback, candidates.empty() ? "none" : fmt::format("{}", fmt::join(candidates, ", ")));
 }
 
 }  // namespace bonfire

@@ -54,5 +54,9 @@ BONFIRE_API std::string host_name();
 BONFIRE_API std::string address_of_interface(const std::string& name);
 // The numeric address of this machine from which a packet to `host` would leave. Throws Error.
 BONFIRE_API std::string address_towards(const std::string& host);
+// Where processes of this machine and of others alike find `host`: the host as it is, unless it is this machine under a name
+// that /etc/hosts maps to loopback, as Debian does with a machine's own; then `own`, or the address towards the world
+// outside. An address, or "localhost", is taken at its word. Throws Error that names both where there is no such address.
+BONFIRE_API std::string address_for_others(const std::string& host, const std::string& own = {});
 
 }  // namespace bonfire

@@ -2,7 +2,9 @@
 //   STEPS=n (default: without end), FAULT=throw|exit|segfault|abort|kill|config|skip|nap, FAULT_RANK=r, FAULT_STEP=s
 //   SLOW_RANK=r (20 ms more a step), BUSY_SECONDS=x (rank 0 is busy for so long, in step 3), SKEW_RANK=r (another
 //   configuration) ABSENT_RANK=r (never comes), TWICE_RANK=r (says it is rank 0)
+#include <arpa/inet.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -43,7 +45,23 @@ void go_wrong(const std::string& fault) {
   if (fault == "nap") std::this_thread::sleep_for(1000s);
 }
 
+// The addresses at which this process accepts connections: its collectives'.
+std::string listening() {
+  std::string addresses;
+  for (int fd = 3; fd < 256; ++fd) {
+    int accepts = 0;
+    socklen_t length = sizeof accepts;
+    sockaddr_in name{};
+    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &accepts, &length) != 0 || accepts == 0) continue;
+    length = sizeof name;
+    if (getsockname(fd, reinterpret_cast<sockaddr*>(&name), &length) != 0 || name.sin_family != AF_INET) continue;
+    addresses += std::string(addresses.empty() ? "" : ", ") + inet_ntoa(name.sin_addr);
+  }
+  return addresses;
+}
+
 void train(bonfire::World& world) {
+  std::printf("rank %d listens at %s.\n", world.rank(), listening().c_str());
   std::printf("pid %d is rank %d of %d, local %d of %d, node %d\n", getpid(), world.rank(), world.size(), world.local_rank(),
               world.local_size(), world.node());
   std::fflush(stdout);

@@ -1,6 +1,8 @@
 // Real ranks, real faults: rows 1, 2, 3, 11, 13 and 18 of the list of faults, and every way to become a World.
 #include <signal.h>
 
+#include <cstdlib>
+#include <fstream>
 #include <random>
 #include <regex>
 #include <thread>
@@ -8,6 +10,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include "bonfire/base/error.h"
 #include "bonfire/base/random.h"
 #include "bonfire/comm/socket.h"
 #include "bonfire/comm/store_server.h"
@@ -77,13 +80,83 @@ TEST(Run, StartsItselfWhenAskedTo) {
 TEST(Run, OverTwoNodes) {
   const std::string port = std::to_string(endpoint_of(listen_on({"127.0.0.2", 0})).port);
   const auto node = [&](const std::string& number) {
-    return launch(2, {"--nodes", "2", "--node-rank", number, "--master", "127.0.0.2:" + port});
+    const std::string address = number == "0" ? "127.0.0.2" : "127.0.0.3";
+    return launch(2, {"--nodes", "2", "--node-rank", number, "--master", "127.0.0.2:" + port, "--address", address});
   };
   Child zero(node("0"), {{"STEPS", "5"}}), one(node("1"), {{"STEPS", "5"}});
   EXPECT_EQ(zero.wait(30s), 0) << zero.output();
   EXPECT_EQ(one.wait(30s), 0) << one.output();
   EXPECT_TRUE(contains(one.output(), "is rank 3 of 4, local 1 of 2, node 1")) << one.output();
   EXPECT_TRUE(contains(one.output(), "sum 4")) << one.output();
+  for (int rank = 0; rank < 4; ++rank) {
+    const std::string output = rank < 2 ? zero.output() : one.output();
+    EXPECT_TRUE(contains(output, fmt::format("rank {} listens at 127.0.0.{}.\n", rank, rank < 2 ? 2 : 3))) << output;
+  }
+}
+
+TEST(Run, AnAddressOfAnotherMachineIsRefused) {
+  Child run(launch(1, {"--address", "203.0.113.7"}));
+  EXPECT_EQ(run.wait(20s), 2);
+  EXPECT_TRUE(contains(run.output(), "address '203.0.113.7' is not one of this machine")) << run.output();
+}
+
+// Debian writes a machine's own name into /etc/hosts as 127.0.1.1, where no other machine finds it. Each child sees a hosts
+// file of its own; to the other node the name is the machine's real address.
+class RunByName : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (std::system("unshare --map-root-user --mount true 2> /dev/null") != 0) GTEST_SKIP() << "unshare is not permitted";
+    try {
+      real_ = address_towards("203.0.113.1");
+    } catch (const Error& error) {
+      GTEST_SKIP() << "this machine has no address but loopback: " << error.what();
+    }
+    port_ = std::to_string(endpoint_of(listen_on({real_, 0})).port);
+  }
+
+  std::vector<std::string> knowing_zero_as(const std::string& address, std::vector<std::string> words) const {
+    const std::string file = folder_.path() + "/" + address;
+    std::ofstream(file) << "127.0.0.1 localhost\n" << address << " bonfire-zero\n";
+    words.insert(words.begin(), {"unshare", "--map-root-user", "--mount", "sh", "-c",
+                                 "mount --bind '" + file + "' /etc/hosts && exec \"$@\"", "sh"});
+    return words;
+  }
+
+  void expect_joined(Child& zero, Child& one) const {
+    EXPECT_EQ(zero.wait(30s), 0) << zero.output();
+    EXPECT_EQ(one.wait(30s), 0) << one.output();
+    for (int rank = 0; rank < 2; ++rank) {
+      const std::string output = rank == 0 ? zero.output() : one.output();
+      EXPECT_TRUE(contains(output, "sum 2")) << output;
+      EXPECT_TRUE(contains(output, fmt::format("rank {} listens at {}", rank, real_))) << output;
+      EXPECT_FALSE(contains(output, "listens at 127.")) << output;
+    }
+  }
+
+  std::string real_, port_;
+  test::Folder folder_;
+};
+
+TEST_F(RunByName, OurLaunchersMeet) {
+  const auto node = [&](const char* number) {
+    return launch(1, {"--nodes", "2", "--node-rank", number, "--master", "bonfire-zero:" + port_});
+  };
+  const Variables variables = {{"STEPS", "3"}, {"BONFIRE_TOKEN", "a secret"}, {"BONFIRE_RENDEZVOUS_TIMEOUT", "20"}};
+  Child zero(knowing_zero_as("127.0.1.1", node("0")), variables), one(knowing_zero_as(real_, node("1")), variables);
+  expect_joined(zero, one);
+}
+
+TEST_F(RunByName, RanksOfSlurmMeet) {
+  const auto task = [&](const char* number) {
+    return Variables{{"SLURM_PROCID", number},      {"SLURM_NTASKS", "2"},
+                     {"SLURM_LOCALID", "0"},        {"SLURM_NTASKS_PER_NODE", "1"},
+                     {"SLURM_NODEID", number},      {"SLURM_JOB_NODELIST", "bonfire-zero,bonfire-one"},
+                     {"SLURM_JOB_ID", "1"},         {"MASTER_PORT", port_},
+                     {"BONFIRE_TOKEN", "a secret"}, {"BONFIRE_RENDEZVOUS_TIMEOUT", "20"},
+                     {"STEPS", "3"}};
+  };
+  Child zero(knowing_zero_as("127.0.1.1", {kProgram}), task("0")), one(knowing_zero_as(real_, {kProgram}), task("1"));
+  expect_joined(zero, one);
 }
 
 // Kubeflow's variables: one process a node, each its own launcher.

@@ -281,6 +281,7 @@ TEST(Interface, HasAnAddressOrIsNamed) {
   EXPECT_EQ(address_of_interface("lo"), "127.0.0.1");
   EXPECT_NE(error_of([] { address_of_interface("nope0"); }).find("nope0"), std::string::npos);
   EXPECT_EQ(address_towards("127.0.0.1"), "127.0.0.1");
+  for (const char* meant : {"127.0.0.2", "::1", "localhost"}) EXPECT_EQ(address_for_others(meant), meant);
 }
 
 }  // namespace
