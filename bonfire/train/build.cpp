@@ -77,17 +77,18 @@ LoaderOptions loader_options(const Config& config, const Mesh& mesh, c10::Device
 
 }  // namespace
 
+void require_precision(const Config& config, const GpuInfo& gpu) {
+  if (config.train.precision != "bf16" || gpu.major >= 8) return;
+  fail_key(config, "train.precision",
+           fmt::format("{} has compute capability {}.{}, bf16 needs 8.0; allowed on it: fp32 | fp16", gpu.name, gpu.major, gpu.minor));
+}
+
 c10::Device device_of(const Config& config, int local_rank) {
   const std::string& asked = config.run.device;
   if (asked == "cpu" || (asked == "auto" && !gpu_available())) return c10::kCPU;
   if (!gpu_available()) fail_key(config, "run.device", gpu_unavailable_reason() + "; allowed here: auto | cpu");
   const int index = local_rank % gpu_count();
-  const GpuInfo gpu = gpu_info(index);
-  if (config.train.precision == "bf16" && gpu.major < 8) {
-    fail_key(config, "train.precision",
-             fmt::format("{} has compute capability {}.{}, bf16 needs 8.0; allowed on it: fp32 | fp16", gpu.name, gpu.major,
-                         gpu.minor));
-  }
+  require_precision(config, gpu_info(index));
   return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)};
 }
 

@@ -6,6 +6,7 @@
 #include <c10/core/Device.h>
 
 #include "bonfire/base/api.h"
+#include "bonfire/comm/device.h"
 #include "bonfire/comm/mesh.h"
 #include "bonfire/comm/world.h"
 #include "bonfire/data/loader.h"
@@ -20,6 +21,9 @@
 namespace bonfire {
 
 class Model;
+
+// Throws ConfigError where this GPU cannot compute in the precision that is asked for.
+BONFIRE_API void require_precision(const Config& config, const GpuInfo& gpu);
 
 // The device of a rank: what [run] device means on this machine. Throws ConfigError where it asks for a GPU that is not
 // there or that cannot compute in train.precision.
