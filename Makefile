@@ -57,6 +57,7 @@ test-peers: build peers
 	@BONFIRE_BUILD=$(BUILD) $(PEERS)/bin/python -m unittest discover --start-directory tests/peers --pattern '*_test.py' --verbose
 
 bench: command peers
+	@setup/packages.sh bench
 	@cmake -S . -B $(BUILD) -DBONFIRE_BUILD_BENCH=ON > /dev/null && cmake --build $(BUILD) -j $(JOBS) --target benchmarks
 	@$(PEERS)/bin/python bench/run.py --peers $(PEERS) --command $(BUILD)/bonfire
 

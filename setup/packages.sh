@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Installs the Debian/Ubuntu packages that the given parts need. Does nothing where all are there.
 #
-# packages.sh [build] [tests] [lint]: without a word, build and tests
+# packages.sh [build] [tests] [bench] [lint]: without a word, build and tests
 set -euo pipefail
 
 build=(g++ cmake ninja-build ccache mold unzip python3 python3-pip ca-certificates
        libcli11-dev libtomlplusplus-dev nlohmann-json3-dev libxxhash-dev
        libgloo-dev libsentencepiece-dev)
-tests=(libgtest-dev libbenchmark-dev openmpi-bin libopenmpi-dev mpich slurm-wlm munge)
+tests=(libgtest-dev openmpi-bin libopenmpi-dev mpich slurm-wlm munge)
+bench=(libbenchmark-dev)
 lint=(clang-format clang-tidy)
 
 [ $# -gt 0 ] || set -- build tests
@@ -16,8 +17,9 @@ for part in "$@"; do
   case $part in
     build) wanted+=("${build[@]}") ;;
     tests) wanted+=("${tests[@]}") ;;
+    bench) wanted+=("${bench[@]}") ;;
     lint) wanted+=("${lint[@]}") ;;
-    *) echo "packages.sh: no part '$part'; there are build, tests and lint" >&2; exit 2 ;;
+    *) echo "packages.sh: no part '$part'; there are build, tests, bench and lint" >&2; exit 2 ;;
   esac
 done
 
