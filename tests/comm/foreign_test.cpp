@@ -56,6 +56,23 @@ TEST(Foreign, MpirunWithoutAPortIsRefusedByName) {
   EXPECT_TRUE(contains(run.output(), "MASTER_PORT is not set")) << run.output();
 }
 
+TEST(Foreign, UnderMpichsMpiexec) {
+  SKIP_WITHOUT("mpiexec.hydra");
+  const std::string port = std::to_string(endpoint_of(listen_on({"127.0.0.1", 0})).port);
+  Child run({"mpiexec.hydra", "-n", "2", kProgram}, {{"MASTER_PORT", port}, {"STEPS", "5"}});
+  EXPECT_EQ(run.wait(60s), 0) << run.output();
+  for (int rank = 0; rank < 2; ++rank)
+    EXPECT_TRUE(contains(run.output(), fmt::format("is rank {0} of 2, local {0} of 2, node 0", rank))) << run.output();
+  EXPECT_TRUE(contains(run.output(), "sum 2")) << run.output();
+}
+
+TEST(Foreign, MpiexecWithoutAPortIsRefusedByName) {
+  SKIP_WITHOUT("mpiexec.hydra");
+  Child run({"mpiexec.hydra", "-n", "2", kProgram});
+  EXPECT_NE(run.wait(60s), 0);
+  EXPECT_TRUE(contains(run.output(), "MASTER_PORT is not set, but PMI_RANK is")) << run.output();
+}
+
 #ifdef MPI_PROGRAM
 TEST(Foreign, InsideAnMpiProgram) {
   SKIP_WITHOUT("mpirun");
