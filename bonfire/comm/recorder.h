@@ -21,8 +21,8 @@ struct Record {
   std::string stream;         // where it ran: "gloo", "nccl replicate", ...
 };
 
-// Lists every collective of a rank, in the order in which they were issued. Off until asked for: then an atomic flag is all
-// it costs. Safe to use from any thread.
+// Lists every collective of a rank, in the order in which they were issued. Off until asked for; a collective then only asks
+// whether it is on. While on, each takes a lock and stays in the list until clear(). Safe to use from any thread.
 class BONFIRE_API Recorder {
  public:
   Recorder();
