@@ -1,6 +1,7 @@
 #include "bonfire/train/config.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "bonfire/base/error.h"
 #include "bonfire/train/config_keys.h"
@@ -95,13 +96,12 @@ class Assignment {
 
   void check_range(double number, const TomlValue& value) {
     const auto& range = key_.range;
-    // Written so that a NaN is outside of every range.
-    const bool low = (range.at_least && !(number >= *range.at_least)) || (range.more_than && !(number > *range.more_than));
-    const bool high = (range.at_most && !(number <= *range.at_most)) || (range.less_than && !(number < *range.less_than));
+    if (!std::isfinite(number)) refuse(value, "is not finite");
+    const bool low = (range.at_least && number < *range.at_least) || (range.more_than && number <= *range.more_than);
+    const bool high = (range.at_most && number > *range.at_most) || (range.less_than && number >= *range.less_than);
     if (high && !key_.later.empty()) refuse(value, key_.later + " is not available in this version");
     if (low) refuse(value, "is too small");
     if (high) refuse(value, "is too large");
-    if (!(number - number == 0)) refuse(value, "is not finite");
   }
 
   Config& config_;
@@ -203,12 +203,8 @@ void read_override(std::vector<Given>& all, const std::string& text) {
 
 void check_applicable(const Config& config) {
   for (const auto& key : config_keys()) {
-    if (!config.given(key.name) || applies(key, config)) continue;
-    const auto set = value_of(*find_key(key.where_key), config);
-    std::string values;
-    for (const auto& value : key.where_values) values += (values.empty() ? "" : " | ") + value;
-    fail_key(config, key.name,
-             fmt::format("has no meaning with {} = {}; allowed with: {}", key.where_key, to_toml(set), values));
+    if (!config.given(key.name)) continue;
+    if (const auto reason = why_not(key, config)) fail_key(config, key.name, *reason);
   }
 }
 
@@ -257,7 +253,7 @@ std::string to_toml(const Config& config) {
   for (const auto& section : config_sections()) {
     out += fmt::format("{}[{}]\n", out.empty() ? "" : "\n", section);
     for (const auto& key : config_keys()) {
-      if (key.section() != section || !applies(key, config)) continue;
+      if (key.section() != section || why_not(key, config)) continue;
       out += fmt::format("{} = {}\n", key.key(), to_toml(value_of(key, config)));
     }
   }
@@ -283,6 +279,9 @@ std::string config_reference() {
       std::string help = key.help;
       if (!key.where_key.empty()) {
         help += fmt::format(" Only with `{}` {}.", key.where_key, joined(key.where_values));
+      }
+      if (key.reads_tokens) {
+        help += *key.reads_tokens ? " Only for models that read tokens." : " Only for models that read images or vectors.";
       }
       out += fmt::format("| `{}` | `{}` | {} | {} |\n", key.key(), to_toml(value_of(key, defaults)), allowed, help);
     }

@@ -34,6 +34,8 @@ struct ConfigKey {
   // The key means something only where another one has one of these values; elsewhere it is refused, and not written.
   std::string where_key = {};
   std::vector<std::string> where_values = {};
+  // And only for a model that reads tokens, or only for one that does not.
+  std::optional<bool> reads_tokens = {};
 
   std::string section() const { return name.substr(0, name.find('.')); }
   std::string key() const { return name.substr(name.find('.') + 1); }
@@ -57,6 +59,7 @@ const ConfigKey* find_key(const std::string& name);
 // "an integer, at least 1".
 std::string allowed_text(const ConfigKey& key);
 TomlValue value_of(const ConfigKey& key, const Config& config);
-bool applies(const ConfigKey& key, const Config& config);
+// Why a key has no meaning beside the others, and where it would have one; nothing where it has.
+std::optional<std::string> why_not(const ConfigKey& key, const Config& config);
 
 }  // namespace bonfire

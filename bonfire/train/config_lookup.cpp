@@ -1,5 +1,7 @@
 #include <algorithm>
 
+#include <fmt/ranges.h>
+
 #include "bonfire/base/error.h"
 #include "bonfire/train/config_keys.h"
 
@@ -70,11 +72,23 @@ TomlValue value_of(const ConfigKey& key, const Config& config) {
   return std::visit([&](auto field) { return as_toml(field(const_cast<Config&>(config))); }, key.field);
 }
 
-bool applies(const ConfigKey& key, const Config& config) {
-  if (key.where_key.empty()) return true;
-  const ConfigKey* other = find_key(key.where_key);
-  const auto value = std::get<std::string>(value_of(*other, config).is);
-  return std::find(key.where_values.begin(), key.where_values.end(), value) != key.where_values.end();
+std::optional<std::string> why_not(const ConfigKey& key, const Config& config) {
+  if (!key.where_key.empty()) {
+    const auto set = value_of(*find_key(key.where_key), config);
+    const auto& values = key.where_values;
+    if (std::find(values.begin(), values.end(), std::get<std::string>(set.is)) == values.end()) {
+      return fmt::format("has no meaning with {} = {}; allowed with: {}", key.where_key, to_toml(set),
+                         fmt::join(values, " | "));
+    }
+  }
+  if (key.reads_tokens && *key.reads_tokens != config.reads_tokens()) {
+    const std::string inputs =
+        config.model.type == "mlp" ? fmt::format(" and model.inputs = {}", config.model.spec.inputs) : "";
+    return fmt::format("has no meaning for a model that reads {} (model.type = \"{}\"{}); allowed with: {}",
+                       config.reads_tokens() ? "tokens" : "images or vectors", config.model.type, inputs,
+                       *key.reads_tokens ? "llama | gpt2 | mlp with inputs = 0" : "vgg | mlp with inputs more than 0");
+  }
+  return std::nullopt;
 }
 
 }  // namespace bonfire

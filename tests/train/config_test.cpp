@@ -104,7 +104,10 @@ INSTANTIATE_TEST_SUITE_P(
         BadInput{"float_for_integer", "[train]\nsteps = 2.0\n", {"train.steps = 2.0", "an integer"}},
         BadInput{"integer_for_bool", "[optimizer]\namsgrad = 1\n", {"optimizer.amsgrad = 1", "true or false"}},
         BadInput{"negative", "[train]\nbatch = -4\n", {"a.toml:2", "train.batch = -4", "at least 1"}},
-        BadInput{"nan", "[optimizer]\nlr = nan\n", {"optimizer.lr = nan", "at least 0"}},
+        BadInput{"huge",
+                 "[train]\nbatch = 9223372036854775807\n",
+                 {"a.toml:2", "train.batch = 9223372036854775807", "too large", "at most 1000000000"}},
+        BadInput{"nan", "[optimizer]\nlr = nan\n", {"optimizer.lr = nan", "not finite", "at least 0"}},
         BadInput{"infinite", "[optimizer]\nlr = inf\n", {"optimizer.lr = inf", "not finite"}},
         BadInput{"short_list", "[optimizer]\nbetas = [0.9]\n", {"optimizer.betas = [0.9]", "holds 1 values", "two numbers"}},
         BadInput{"beta_of_one", "[optimizer]\nbetas = [0.9, 1.0]\n", {"a.toml:2", "optimizer.betas", "less than 1"}},
@@ -133,6 +136,24 @@ INSTANTIATE_TEST_SUITE_P(
         BadInput{"no_meaning",
                  "[model]\ntype = \"gpt2\"\nkv_heads = 2\n",
                  {"a.toml:3", "model.kv_heads = 2", "model.type = \"gpt2\"", "llama"}},
+        BadInput{"noise_of_tokens",
+                 "[data]\nnoise = 0.5\n",
+                 {"a.toml:2", "data.noise = 0.5", "model.type = \"llama\"", "vgg | mlp with inputs more than 0"}},
+        BadInput{"branching_of_images",
+                 "[model]\ntype = \"vgg\"\n[data]\nbranching = 4\n",
+                 {"a.toml:4", "data.branching = 4", "model.type = \"vgg\"", "llama | gpt2 | mlp with inputs = 0"}},
+        BadInput{"classes_of_tokens",
+                 "[model]\ntype = \"mlp\"\nclasses = 5\n",
+                 {"a.toml:3", "model.classes = 5", "model.inputs = 0", "mlp with inputs more than 0"}},
+        BadInput{"vocab_of_vectors",
+                 "[model]\ntype = \"mlp\"\ninputs = 12\nvocab = 50\n",
+                 {"a.toml:4", "model.vocab = 50", "model.inputs = 12", "mlp with inputs = 0"}},
+        BadInput{"tied_vectors",
+                 "[model]\ntype = \"mlp\"\ninputs = 12\ntied = true\n",
+                 {"a.toml:4", "model.tied = true", "model.inputs = 12", "mlp with inputs = 0"}},
+        BadInput{"sequence_of_vectors",
+                 "[model]\ntype = \"mlp\"\ninputs = 12\n[data]\nsequence = 8\n",
+                 {"a.toml:5", "data.sequence = 8", "model.inputs = 12", "mlp with inputs = 0"}},
         BadInput{"pipeline",
                  "[layout]\npipeline = 2\n",
                  {"a.toml:2", "layout.pipeline = 2", "pipeline parallelism is not available", "allowed: 1"},
@@ -169,7 +190,8 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return info.param.name; });
 
 TEST(Config, TheResolvedFileReadsBackToItself) {
-  for (const char* text : {"", "[model]\ntype = \"vgg\"\n[optimizer]\ntype = \"sgd\"\nlr = 0.1\n",
+  for (const char* text : {"", "[model]\ntype = \"mlp\"\n", "[model]\ntype = \"mlp\"\ninputs = 12\n",
+                           "[model]\ntype = \"vgg\"\n[optimizer]\ntype = \"sgd\"\nlr = 0.1\n",
                            "[train]\nprecision = \"fp16\"\nbatch = 12\n[layout]\ncompression = \"powersgd\"\n"}) {
     Config config = parse_config(text, "a.toml");
     resolve(config, 2);
@@ -177,6 +199,17 @@ TEST(Config, TheResolvedFileReadsBackToItself) {
     Config again = parse_config(written, "config.toml");
     resolve(again, 2);
     EXPECT_EQ(to_toml(again), written);
+  }
+}
+
+// Products of the largest values must not pass what an int64 holds.
+TEST(Config, EveryIntegerOfAShapeIsBounded) {
+  for (const char* key : {"model.dim", "model.layers", "model.heads", "model.ffn", "model.vocab", "model.positions",
+                          "data.sequence", "data.branching", "train.steps", "train.batch", "train.microbatch",
+                          "train.eval_every", "optimizer.warmup", "layout.replicate", "layout.shard"}) {
+    const auto error = error_of("", 1, {std::string(key) + "=9223372036854775807"});
+    EXPECT_NE(error.find(std::string(key) + " = 9223372036854775807: "), std::string::npos) << error;
+    EXPECT_NE(error.find("allowed: "), std::string::npos) << error;
   }
 }
 
