@@ -107,8 +107,9 @@ TrainReport Journal::finish() {
                      .tokens_per_second = tokens * static_cast<double>(seconds.size()) / group.max(total),
                      .step_ms = 1e3 * group.max(median(seconds)),
                      .peak_memory_bytes = static_cast<std::int64_t>(group.max(static_cast<double>(run_.memory.peak()))),
-                     .predicted_memory_bytes = predict_memory(run_.config).total(),
-                     .exposed_communication = group.max(waited_seconds_ / total)};
+                     .predicted_memory_bytes = predict_memory(run_.config).total()};
+  // On a GPU it is the stream that waits, not the host: what is counted there says nothing.
+  if (run_.world.device().is_cpu()) report.exposed_communication = group.max(waited_seconds_ / total);
   if (!run_.world.device().is_cpu()) {
     const GpuInfo gpu = gpu_info(run_.world.device().index());
     // Ranks that share a GPU share its peak.

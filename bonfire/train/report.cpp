@@ -18,16 +18,17 @@ std::string per_cent(double share) { return fmt::format("{:.1f}%", 100 * share);
 }  // namespace
 
 std::string to_json(const TrainReport& report) {
-  nlohmann::json json{{"name", report.name},
-                      {"steps", report.steps},
-                      {"skipped", report.skipped},
-                      {"loss_first", number(report.loss_first)},
-                      {"loss_last", number(report.loss_last)},
-                      {"tokens_per_second", number(report.tokens_per_second)},
-                      {"step_ms", number(report.step_ms)},
-                      {"peak_memory_bytes", report.peak_memory_bytes},
-                      {"predicted_memory_bytes", report.predicted_memory_bytes},
-                      {"exposed_communication", number(report.exposed_communication)}};
+  nlohmann::json json{
+      {"name", report.name},
+      {"steps", report.steps},
+      {"skipped", report.skipped},
+      {"loss_first", number(report.loss_first)},
+      {"loss_last", number(report.loss_last)},
+      {"tokens_per_second", number(report.tokens_per_second)},
+      {"step_ms", number(report.step_ms)},
+      {"peak_memory_bytes", report.peak_memory_bytes},
+      {"predicted_memory_bytes", report.predicted_memory_bytes},
+      {"exposed_communication", report.exposed_communication ? number(*report.exposed_communication) : nlohmann::json()}};
   if (!report.run_folder.empty()) json["run_folder"] = report.run_folder;
   if (report.entropy_floor) json["entropy_floor"] = *report.entropy_floor;
   if (report.eval_loss) json["eval_loss"] = number(*report.eval_loss);
@@ -39,21 +40,23 @@ std::string summary(const TrainReport& report) {
   std::string out = fmt::format("{}: {}\n", report.name, report.what);
   const auto line = [&](const char* what, const std::string& text) { out += fmt::format("  {:<8} {}\n", what, text); };
 
+  const auto steps = [](std::int64_t count) {
+    return fmt::format("{} {}", format_count(count), count == 1 ? "step" : "steps");
+  };
   std::string loss =
-      fmt::format("{:.4f} at first, {:.4f} after {} steps", report.loss_first, report.loss_last, format_count(report.steps));
+      fmt::format("{:.4f} at first, {:.4f} after {}", report.loss_first, report.loss_last, steps(report.steps));
   if (report.entropy_floor) {
     loss += fmt::format("; the data's entropy is {:.4f}, so it is {} above the floor", *report.entropy_floor,
                         per_cent(report.loss_last / *report.entropy_floor - 1));
   }
   line("loss", loss);
   if (report.eval_loss) line("held out", fmt::format("{:.4f}", *report.eval_loss));
-  if (report.skipped)
-    line("skipped",
-         fmt::format("{} {} without an update", format_count(report.skipped), report.skipped == 1 ? "step" : "steps"));
+  if (report.skipped) line("skipped", steps(report.skipped) + " without an update");
 
-  std::string speed = fmt::format("{} tokens/s, {} a step (median), {} of it waiting for other ranks",
-                                  format_count(std::llround(report.tokens_per_second)),
-                                  format_seconds(report.step_ms * 1e-3), per_cent(report.exposed_communication));
+  std::string speed = fmt::format("{} tokens/s, {} a step (median)", format_count(std::llround(report.tokens_per_second)),
+                                  format_seconds(report.step_ms * 1e-3));
+  if (report.exposed_communication)
+    speed += fmt::format(", {} of it waiting for other ranks", per_cent(*report.exposed_communication));
   if (report.mfu) speed += fmt::format(", {} of the GPU's peak", per_cent(*report.mfu));
   line("speed", speed);
 

@@ -24,8 +24,9 @@ struct TrainReport {
   double step_ms = 0;                  // median
   std::int64_t peak_memory_bytes = 0;  // largest rank: what training added to the process before the model was built
   std::int64_t predicted_memory_bytes = 0;
-  double exposed_communication = 0;  // share of the steps in which the slowest rank waited for others
-  std::optional<double> mfu{};       // share of the GPU's peak that the model's own work is
+  // Share of the steps in which the slowest rank waited for others. Nothing on GPUs, where the host does not wait.
+  std::optional<double> exposed_communication{};
+  std::optional<double> mfu{};  // share of the GPU's peak that the model's own work is
 };
 
 BONFIRE_API std::string to_json(const TrainReport& report);
