@@ -74,7 +74,7 @@ def main():
     if options.engine != "none":
         dist.init_process_group("gloo")
     if options.engine == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
+        model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
     elif options.engine == "fsdp2":
         from torch.distributed.fsdp import fully_shard
         for block in model.blocks:
