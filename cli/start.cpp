@@ -120,7 +120,7 @@ Environment find_place(const Config& config, const StartOptions& options, const 
   Environment place = options.ranks ? Environment{} : resolve_environment(variables);
   if (place.source == LaunchSource::none) {
     place.size = place.local_size = options.ranks ? *options.ranks : static_cast<int>(config.ranks());
-    place.launches_itself = place.size > 1;
+    place.launches_itself = true;
   } else if (place.launches_itself) {
     place.size = place.local_size * place.nodes;
   }
@@ -141,12 +141,15 @@ int start(Config& config, const StartOptions& options, const RankBody& body) {
     if (place.local_rank == 0) open_data(config, TokenCheck::all);
   }
   if (place.launches_itself) return launch_here(config, options, place);
+  if (options.max_restarts > 0) {
+    fail_config("--max-restarts {}: {} has started this rank, so only that can start it again; allowed here: 0, or --ranks",
+                options.max_restarts, name_of(place.source));
+  }
 
   at::set_num_threads(config.run.threads > 0 ? static_cast<int>(config.run.threads)
                                              : threads_per_rank(variables, place.local_size,
                                                                 static_cast<int>(std::thread::hardware_concurrency())));
-  // --ranks 1 is alone, whatever the environment says.
-  return run_rank(join_options(config, place.source == LaunchSource::none ? Variables{} : variables), [&](World& world) {
+  return run_rank(join_options(config, variables), [&](World& world) {
     const fs::path where = started_by_us ? fs::path(folder->second) : agree_on_folder(world, config, options);
     body(world, where);
     if (!started_by_us && !options.keep_folder && world.rank() == 0) fs::remove_all(where);

@@ -24,7 +24,7 @@ struct StartOptions {
 using RankBody = std::function<void(const World& world, const std::filesystem::path& folder)>;
 
 // Resolves `config` for the ranks that there are, checks all that can be checked before anything starts, then runs `body` as
-// every rank: in this process where it is a rank already or is to be the only one, else in as many copies of this program.
+// every rank: in this process where it is a rank already, else in as many copies of this program.
 //
 // How many ranks: --ranks; else what the launch environment says; else the product of the axes in [layout].
 // Returns the exit code. Throws ConfigError before anything starts.

@@ -26,6 +26,7 @@ json note_to_json(const FailureNote& note) {
   // torchrun reads "message" and "timestamp", in seconds.
   return {{"kind", kKinds[static_cast<int>(note.kind)]},
           {"message", note.message},
+          {"details", note.details},
           {"at", note.at},
           {"timestamp", static_cast<std::int64_t>(std::time(nullptr))}};
 }
@@ -36,6 +37,7 @@ FailureNote note_from_json(const json& value) {
   for (int i = 0; i < 4; ++i)
     if (kind == kKinds[i]) note.kind = static_cast<FailureNote::Kind>(i);
   note.message = value.at("message").get<std::string>();
+  note.details = value.at("details").get<std::string>();
   note.at = value.at("at").get<std::int64_t>();
   return note;
 }
@@ -79,13 +81,16 @@ std::string cause_of(const RankFailure& failure) {
   return cause;
 }
 
-std::string report_of(const RankFailure& failure) {
-  std::string report = cause_of(failure);
-  if (failure.last_lines.empty()) return report;
-  report += fmt::format("\n  last lines of rank {}{}:", failure.rank,
-                        failure.log_file.empty() ? "" : fmt::format(" ({})", failure.log_file));
-  for (const std::string& line : failure.last_lines) report += "\n  | " + line;
-  return report;
+std::string last_words_of(const RankFailure& failure) {
+  std::string lines;
+  for (const std::string& line : failure.last_lines) {
+    const bool repeats =
+        failure.note && !failure.note->message.empty() && line.find(failure.note->message) != std::string::npos;
+    if (!repeats) lines += "\n  | " + line;
+  }
+  if (lines.empty()) return {};
+  return fmt::format("last lines of rank {}{}:{}", failure.rank,
+                     failure.log_file.empty() ? "" : fmt::format(" ({})", failure.log_file), lines);
 }
 
 const RankFailure& first_failure(const std::vector<RankFailure>& failures) {

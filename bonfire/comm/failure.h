@@ -14,8 +14,9 @@ struct FailureNote {
   // `communication`: another rank was lost, so this one is probably not where it began. `stall`: the watchdog ended the run.
   enum class Kind { exception, configuration, communication, stall };
   Kind kind = Kind::exception;
-  std::string message = {};
-  std::int64_t at = 0;  // now_ns() when it was noticed
+  std::string message = {};  // one line
+  std::int64_t at = 0;       // now_ns() when it was noticed
+  std::string details = {};  // what else the exception said, such as LibTorch's stack; for the rank's log
 };
 
 BONFIRE_API void write_failure_note(const std::string& file, const FailureNote& note);
@@ -36,8 +37,8 @@ struct RankFailure {
 
 // "rank 2 was killed by SIGKILL (signal 9)", "rank 1 failed: std::bad_alloc".
 BONFIRE_API std::string cause_of(const RankFailure& failure);
-// The cause and the last lines of the rank's output.
-BONFIRE_API std::string report_of(const RankFailure& failure);
+// The last lines of the rank's output, without those that only repeat the cause; empty where none are left.
+BONFIRE_API std::string last_words_of(const RankFailure& failure);
 // "SIGKILL (signal 9)".
 BONFIRE_API std::string signal_name(int signal);
 

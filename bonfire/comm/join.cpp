@@ -107,14 +107,20 @@ FailureNote::Kind kind_of(const std::exception& error) {
   return is_communication_failure(error) ? FailureNote::Kind::communication : FailureNote::Kind::exception;
 }
 
-// LibTorch's exceptions carry a stack below their first line.
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+// LibTorch's exceptions carry a stack below their first line: that is for the log.
+FailureNote note_of(const std::exception& error) {
+  const std::string text = error.what();
+  const auto end = text.find('\n');
+  return {.kind = kind_of(error),
+          .message = text.substr(0, end),
+          .details = end == std::string::npos ? "" : text.substr(end + 1)};
+}
 
-[[noreturn]] void leave(const std::string& error_file, FailureNote note, const std::string& words) {
+[[noreturn]] void leave(const std::string& error_file, FailureNote note) {
   note.at = now_ns();
   if (!error_file.empty()) write_failure_note(error_file, note);
   std::fflush(stdout);
-  std::fprintf(stderr, "bonfire: %s\n", words.c_str());
+  std::fprintf(stderr, "bonfire: %s\n", note.message.c_str());
   std::fflush(nullptr);
   std::_Exit(note.kind == FailureNote::Kind::configuration ? 2 : 1);
 }
@@ -182,7 +188,7 @@ int run_rank(JoinOptions options, const std::function<int(World&)>& program) {
     const CrashReport crash_report(place.rank);
     if (!options.on_stall)
       options.on_stall = [error_file](const std::string& verdict) {
-        leave(error_file, {FailureNote::Kind::stall, verdict, 0}, verdict);
+        leave(error_file, {.kind = FailureNote::Kind::stall, .message = verdict});
       };
     const StallLimits limits = WatchdogOptions::limits_from(options.variables);
     World world = world_from_environment(std::move(options));
@@ -194,13 +200,12 @@ int run_rank(JoinOptions options, const std::function<int(World&)>& program) {
       return code;
     } catch (const std::exception& error) {
       // Here, while the World still stands: taking it down could wait for ranks that are gone.
-      leave(error_file, {kind_of(error), first_line(error.what()), 0}, error.what());
+      leave(error_file, note_of(error));
     } catch (...) {
-      leave(error_file, {FailureNote::Kind::exception, "an exception that is no std::exception", 0},
-            "an exception that is no std::exception");
+      leave(error_file, {.message = "an exception that is no std::exception"});
     }
   } catch (const std::exception& error) {
-    leave(error_file, {kind_of(error), first_line(error.what()), 0}, error.what());
+    leave(error_file, note_of(error));
   }
 }
 

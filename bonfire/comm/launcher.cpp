@@ -67,6 +67,8 @@ struct Rank {
 
 enum class Ending { well, failed, on_request };
 
+bool shown_as_it_is(const LauncherOptions& options, int rank) { return options.echo == Echo::first && rank == 0; }
+
 // The ranks of this node, once from start to end.
 class Attempt {
  public:
@@ -110,7 +112,7 @@ class Attempt {
       const std::string log_file = (folder_ / fmt::format("rank-{}.log", number)).string();
       const std::string error_file = (folder_ / fmt::format("rank-{}.error", number)).string();
       std::filesystem::remove(error_file);
-      const bool echo = options_.echo == Echo::all || (options_.echo == Echo::first && number == 0);
+      const bool echo = options_.echo == Echo::all || shown_as_it_is(options_, number);
       RankOutput output({.file = log_file,
                          .prefix = fmt::format("[rank {}] ", number),
                          .echo = echo,
@@ -232,6 +234,7 @@ class Attempt {
     else
       failure.code = WEXITSTATUS(status);
     failure.note = read_failure_note(rank.error_file);
+    if (failure.note && !failure.note->details.empty()) rank.output.note(failure.note->details);
     failure.last_lines.assign(rank.output.last_lines().begin(), rank.output.last_lines().end());
     failure.log_file = rank.log_file;
     if (failures_.empty()) settled_ = Clock::now() + kSettle;
@@ -254,7 +257,7 @@ class Attempt {
   void end_because(const RankFailure& failure) {
     failure_ = failure;
     ending_ = true;
-    if (living() > 0) options_.log.error("{}; ending the other ranks", cause_of(failure));
+    options_.log.error("{}{}", cause_of(failure), living() > 0 ? "; ending the other ranks" : "");
     signal_all(SIGTERM);
     wake_stopped();
     kill_at_ = Clock::now() + options_.grace;
@@ -294,6 +297,8 @@ std::filesystem::path temporary_folder() {
 void check(const LauncherOptions& options) {
   if (options.program.empty() || options.program.front().empty()) fail_config("no program to launch was given");
   if (options.ranks < 1) fail_config("{} ranks: at least 1 is needed", options.ranks);
+  // As many as the guardian can watch.
+  if (options.ranks > 4096) fail_config("{} ranks on one node: at most 4096 are allowed", options.ranks);
   if (options.nodes < 1) fail_config("{} nodes: at least 1 is needed", options.nodes);
   if (options.node < 0 || options.node >= options.nodes)
     fail_config("node rank {} of {} nodes: from 0 to {} is allowed", options.node, options.nodes, options.nodes - 1);
@@ -357,7 +362,12 @@ LaunchOutcome launch_ranks(LauncherOptions options) {
       outcome.exit_code = attempt.saved() ? 3 : 1;
       break;
     }
-    options.log.error("{}", report_of(*outcome.failure));
+    // What a person has read already is not said again.
+    if (!shown_as_it_is(options, outcome.failure->rank)) {
+      if (const std::string words = last_words_of(*outcome.failure); !words.empty()) options.log.error("{}", words);
+    }
+    if (outcome.failure->note && !outcome.failure->note->details.empty())
+      options.log.error("more about it is in {}", outcome.failure->log_file);
     outcome.exit_code = worth_a_restart(*outcome.failure) ? 1 : 2;
     if (number == options.max_restarts || outcome.exit_code == 2) break;
     if (link && !link->ready_again(options.grace + 30s)) {

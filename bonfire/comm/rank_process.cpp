@@ -160,6 +160,10 @@ void RankOutput::line(std::string_view text, int terminal) {
   if (options_.echo && !options_.raw) write_all(terminal, fmt::format("{}{}\n", options_.prefix, text));
 }
 
+void RankOutput::note(std::string_view text) {
+  if (file_.is_open()) file_ << text << '\n' << std::flush;
+}
+
 // A progress bar draws over itself: shown, not kept.
 void RankOutput::transient(std::string_view text, int terminal) {
   if (options_.echo && !options_.raw) write_all(terminal, fmt::format("{}{}\r", options_.prefix, text));

@@ -59,6 +59,8 @@ class RankOutput {
   void take_all(RankProcess& process);
   // What came without a newline at the end.
   void finish();
+  // For the file alone.
+  void note(std::string_view text);
 
   std::string unfinished_out, unfinished_err;
   const std::deque<std::string>& last_lines() const { return last_lines_; }

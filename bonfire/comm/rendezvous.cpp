@@ -25,6 +25,7 @@ using Clock = std::chrono::steady_clock;
 constexpr const char* kArrived = "check-in/arrived";
 constexpr const char* kVerdict = "check-in/verdict";
 constexpr const char* kAgreed = "agreed";
+constexpr const char* kDiffer = "ranks differ in their ";
 
 std::string key_of(int rank) { return fmt::format("check-in/rank/{}", rank); }
 
@@ -71,7 +72,10 @@ class Meeting {
       pause = std::min(pause * 2, 50ms);
     }
     const std::string verdict = store_.get_to_str(kVerdict);
-    if (verdict != kAgreed) fail("{}", verdict);
+    if (verdict == kAgreed) return;
+    // Nothing has started yet, and starting again would not help.
+    if (verdict.starts_with(kDiffer)) fail_config("{}", verdict);
+    fail("{}", verdict);
   }
 
  private:
@@ -108,7 +112,7 @@ class Meeting {
         const auto text = [&](const json& of) {
           return of.at(what).is_string() ? of.at(what).get<std::string>() : of.at(what).dump();
         };
-        return fmt::format("ranks differ in their {}: rank 0 ({}) has '{}', rank {} ({}) has '{}'", what, who(first.dump()),
+        return fmt::format("{}{}: rank 0 ({}) has '{}', rank {} ({}) has '{}'", kDiffer, what, who(first.dump()),
                            text(first), rank, who(other.dump()), text(other));
       }
     }

@@ -160,7 +160,9 @@ std::optional<Straggler> find_straggler(const std::vector<Progress>& ranks, doub
   const auto middle = times.begin() + static_cast<std::ptrdiff_t>((times.size() - 1) / 2);
   std::nth_element(times.begin(), middle, times.end());
   slowest.median_seconds = *middle;
+  constexpr double kWorthAWord = 0.05;
   if (slowest.own_seconds <= factor * slowest.median_seconds) return std::nullopt;
+  if (slowest.own_seconds <= slowest.median_seconds + kWorthAWord) return std::nullopt;
   return slowest;
 }
 

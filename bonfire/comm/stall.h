@@ -30,7 +30,8 @@ struct Straggler {
   double median_seconds = 0;  // of all ranks
 };
 
-// The slowest rank of the last step by its own time, where that is more than `factor` times the median.
+// The slowest rank of the last step by its own time, where that is more than `factor` times the median, and so much more
+// (50 ms) that it is not another program's doing.
 BONFIRE_API std::optional<Straggler> find_straggler(const std::vector<Progress>& ranks, double factor);
 
 }  // namespace bonfire

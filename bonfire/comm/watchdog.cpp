@@ -16,8 +16,8 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr const char* kVerdict = "watchdog/verdict";
-constexpr int kWatchers = 2;        // so that one of them may itself be the one that stands still
-constexpr int kStragglerSteps = 3;  // in a row, before it is worth a word
+constexpr int kWatchers = 2;         // so that one of them may itself be the one that stands still
+constexpr int kStragglerSteps = 10;  // in a row, before it is worth a word
 
 std::string key_of(int rank) { return fmt::format("watchdog/rank/{}", rank); }
 

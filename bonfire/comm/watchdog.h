@@ -24,7 +24,7 @@ struct WatchdogOptions {
   int size = 1;
   StallLimits limits = {};
   std::chrono::milliseconds interval = std::chrono::milliseconds(0);  // of signs of life; 0: a tenth of the shortest limit
-  double straggler_factor = 1.5;  // a rank slower than so many medians, step after step, is named; 0: never
+  double straggler_factor = 2;  // a rank slower than so many medians, step after step, is named; 0: never
   // Called once, on the watchdog's thread, with one line that names who is behind and where. The default only logs it.
   std::function<void(const std::string&)> on_stall = {};
   Log log{};

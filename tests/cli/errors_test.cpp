@@ -51,6 +51,8 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"unknown_key", "[model]\nlayer = 6\n", "", {"a.toml:2", "model.layer = 6", "did you mean layers?"}},
         Bad{"wrong_type", "[train]\nsteps = \"many\"\n", "", {"a.toml:2", "train.steps = \"many\"", "an integer"}},
         Bad{"negative", "[train]\nbatch = -1\n", "", {"a.toml:2", "train.batch = -1", "at least 1"}},
+        Bad{"huge", "[train]\nbatch = 9223372036854775807\n", "", {"a.toml:2", "train.batch", "at most 1000000000"}},
+        Bad{"huge_layout", "[layout]\nreplicate = 9223372036854775807\n", "", {"a.toml:2", "layout.replicate", "at most"}},
         Bad{"product_of_axes",
             "[layout]\nreplicate = 2\n",
             "--ranks 3",
@@ -87,6 +89,7 @@ TEST(BadArguments, EndWithTwo) {
   scratch.write("a.toml", "");
   EXPECT_EQ(scratch.bonfire("train nowhere.toml").code, 2);
   EXPECT_EQ(scratch.bonfire("train a.toml --ranks 0").code, 2);
+  EXPECT_EQ(scratch.bonfire("train a.toml --ranks 100000 --set train.batch=100000").code, 2);
   EXPECT_EQ(scratch.bonfire("train a.toml --set nonsense").code, 2);
   EXPECT_EQ(scratch.bonfire("train").code, 2);
   EXPECT_EQ(scratch.bonfire("trian a.toml").code, 2);

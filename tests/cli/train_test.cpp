@@ -125,9 +125,53 @@ TEST(Train, RanksWithDifferentConfigurationsDoNotTrainTogether) {
   scratch.write("a.toml", tiny);
   const auto ended =
       scratch.bonfire("launch -n 2 -- sh -c '" BONFIRE_BUILD_DIR "/bonfire train a.toml --set optimizer.lr=0.$RANK'");
-  EXPECT_EQ(ended.code, 1) << ended.err;
+  EXPECT_EQ(ended.code, 2) << ended.err;
   EXPECT_NE(ended.err.find("ranks differ in their configuration"), std::string::npos) << ended.err;
   EXPECT_FALSE(fs::exists(scratch.path() / "runs")) << "something was started";
+}
+
+int times_in(const std::string& text, const std::string& words) {
+  int times = 0;
+  for (auto at = text.find(words); at != std::string::npos; at = text.find(words, at + words.size())) ++times;
+  return times;
+}
+
+TEST(Train, OneRankHasALogAndIsStartedAgain) {
+  const Scratch scratch;
+  scratch.write("a.toml", tiny);
+  const auto ended = scratch.bonfire("train a.toml --ranks 1 --max-restarts 1 --set fault.nan_step=2");
+  EXPECT_EQ(ended.code, 1) << ended.err;
+  EXPECT_EQ(times_in(ended.err, "starting all ranks again, restart 1 of 1"), 1) << ended.err;
+  // Each attempt: its own words, and the launcher's.
+  EXPECT_EQ(times_in(ended.err, "step 2: the loss is nan, from rank 0"), 4) << ended.err;
+  EXPECT_EQ(times_in(scratch.read("runs/tiny/logs/rank-0.log"), "step 2: the loss is nan, from rank 0"), 2);
+}
+
+TEST(Train, RestartsBelongToWhoStartedTheRank) {
+  const Scratch scratch;
+  scratch.write("a.toml", tiny);
+  const auto ended =
+      scratch.bonfire("train a.toml --max-restarts 2",
+                      "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=1");
+  EXPECT_EQ(ended.code, 2) << ended.err;
+  EXPECT_NE(ended.err.find("--max-restarts 2: torchrun has started this rank"), std::string::npos) << ended.err;
+  EXPECT_EQ(times_in(ended.err, "\n"), 1) << ended.err;
+  EXPECT_FALSE(fs::exists(scratch.path() / "runs")) << "something was started";
+}
+
+// 1.6 PB, more than any address space.
+TEST(Train, TheStackOfLibTorchGoesToTheLogAlone) {
+  const Scratch scratch;
+  scratch.write("a.toml",
+                "[run]\nname = \"big\"\ndevice = \"cpu\"\n[model]\ntype = \"vgg\"\nimage = 8\nchannels = 1\n"
+                "convolutions = [4, 0]\npool = 100000\nffn = 10000\nclasses = 5\n");
+  const auto ended = scratch.bonfire("train a.toml --ranks 1");
+  EXPECT_EQ(ended.code, 1) << ended.err;
+  EXPECT_NE(ended.err.find("allocate"), std::string::npos) << ended.err;
+  EXPECT_NE(ended.err.find("runs/big/logs/rank-0.log"), std::string::npos) << ended.err;
+  EXPECT_EQ(ended.err.find("frame #"), std::string::npos) << ended.err;
+  EXPECT_LE(times_in(ended.err, "\n"), 3) << ended.err;
+  EXPECT_NE(scratch.read("runs/big/logs/rank-0.log").find("frame #"), std::string::npos);
 }
 
 TEST(Train, ANanOnOneRankFailsTheRunAndNamesTheRank) {
@@ -135,7 +179,8 @@ TEST(Train, ANanOnOneRankFailsTheRunAndNamesTheRank) {
   scratch.write("a.toml", tiny);
   const auto ended = scratch.bonfire("train a.toml --ranks 2 --set fault.nan_step=2 --set fault.nan_rank=1");
   EXPECT_EQ(ended.code, 1) << ended.err;
-  EXPECT_NE(ended.err.find("step 2: the loss is nan, from rank 1"), std::string::npos) << ended.err;
+  // Once in rank 0's own words, once in the launcher's.
+  EXPECT_EQ(times_in(ended.err, "step 2: the loss is nan, from rank 1"), 2) << ended.err;
   EXPECT_EQ(lines_of(scratch.read("runs/tiny/metrics.jsonl")).size(), 2u);
 }
 

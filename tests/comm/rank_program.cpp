@@ -1,6 +1,6 @@
 // A training loop in miniature that can go wrong in every way the tests need. Words in the environment say how:
 //   STEPS=n (default: without end), FAULT=throw|exit|segfault|abort|kill|config|skip|nap, FAULT_RANK=r, FAULT_STEP=s
-//   SLOW_RANK=r (20 ms more a step), BUSY_SECONDS=x (rank 0 is busy for so long, in step 3), SKEW_RANK=r (another
+//   SLOW_RANK=r (80 ms more a step), BUSY_SECONDS=x (rank 0 is busy for so long, in step 3), SKEW_RANK=r (another
 //   configuration) ABSENT_RANK=r (never comes), TWICE_RANK=r (says it is rank 0)
 #include <arpa/inet.h>
 #include <signal.h>
@@ -68,7 +68,7 @@ void train(bonfire::World& world) {
   const int steps = number("STEPS", 1 << 30);
   const bool faulty = number("FAULT_RANK", -1) == world.rank();
   for (int step = 0; step < steps; ++step) {
-    if (number("SLOW_RANK", -1) == world.rank()) std::this_thread::sleep_for(20ms);
+    if (number("SLOW_RANK", -1) == world.rank()) std::this_thread::sleep_for(80ms);
     if (step == 3 && world.rank() == 0 && !word("BUSY_SECONDS").empty()) {
       const bonfire::ProgressBoard::Busy busy(world.progress().get(), "checkpoint");
       std::this_thread::sleep_for(std::chrono::duration<double>(std::stod(word("BUSY_SECONDS"))));

@@ -340,7 +340,7 @@ TEST(Run, TwoRanksWithOneNumberAreBothNamed) {
 // Row 18.
 TEST(Run, ADifferentConfigurationIsNamed) {
   Child run(launch(3), {{"SKEW_RANK", "1"}});
-  EXPECT_EQ(run.wait(20s), 1);
+  EXPECT_EQ(run.wait(20s), 2);
   EXPECT_TRUE(std::regex_search(
       run.output(), std::regex("ranks differ in their configuration: rank 0 \\(pid \\d+ on \\S+\\) has 'hash-a', "
                                "rank 1 \\(pid \\d+ on \\S+\\) has 'hash-b'")))

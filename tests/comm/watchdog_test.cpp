@@ -110,6 +110,12 @@ TEST(Straggler, IsTheSlowestByItsOwnTime) {
   ASSERT_TRUE(find_straggler(ranks, 1.5));
   EXPECT_EQ(find_straggler(ranks, 1.5)->rank, 2);
   EXPECT_FALSE(find_straggler(ranks, 2));
+  // A few milliseconds more are anybody's.
+  for (Progress& rank : ranks) rank.own_seconds = 0.01;
+  ranks[2].own_seconds = 0.04;
+  EXPECT_FALSE(find_straggler(ranks, 1.5));
+  ranks[2].own_seconds = 0.08;
+  EXPECT_TRUE(find_straggler(ranks, 1.5));
   ranks[0].step = -1;
   EXPECT_FALSE(find_straggler(ranks, 1.5));
 }
