@@ -1,3 +1,6 @@
+#include <fstream>
+#include <sstream>
+
 #include <gtest/gtest.h>
 
 #include "tests/cli/command.h"

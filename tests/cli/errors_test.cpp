@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <fstream>
 #include <vector>
 
 #include "bonfire/comm/device.h"

@@ -5,6 +5,8 @@
 
 #include <array>
 #include <cstdio>
+#include <fstream>
+#include <sstream>
 
 #include "bonfire/base/error.h"
 
@@ -28,5 +30,13 @@ Folder::Folder() {
 }
 
 Folder::~Folder() { std::filesystem::remove_all(path_); }
+
+void Folder::write(const std::string& file, const std::string& text) const { std::ofstream(path_ / file) << text; }
+
+std::string Folder::read(const std::filesystem::path& file) const {
+  std::ostringstream text;
+  text << std::ifstream(path_ / file).rdbuf();
+  return text.str();
+}
 
 }  // namespace bonfire::testing

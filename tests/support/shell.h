@@ -21,7 +21,10 @@ class Folder {
   Folder(const Folder&) = delete;
   Folder& operator=(const Folder&) = delete;
 
+  const std::filesystem::path& path() const { return path_; }
   std::string operator/(const std::string& name) const { return path_ / name; }
+  void write(const std::string& file, const std::string& text) const;
+  std::string read(const std::filesystem::path& file) const;
 
  private:
   std::filesystem::path path_;
