@@ -69,7 +69,7 @@ FILES ?= $(filter %.cpp,$(filter bonfire/% cli/%,$(SOURCES)))
 lint: configure
 	@setup/packages.sh lint
 	@clang-format --dry-run -Werror $(SOURCES)
-	@clang-tidy -p $(BUILD) --quiet $(filter-out bonfire/cuda/%,$(FILES))
+	@printf '%s\n' $(filter-out bonfire/cuda/%,$(FILES)) | xargs -n 1 -P $(JOBS) clang-tidy -p $(BUILD) --quiet
 
 clean:
 	rm -rf build build-*

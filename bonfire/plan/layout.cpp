@@ -42,7 +42,7 @@ std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& groups, const 
   std::int64_t bytes = 0;
   bool open = false;
   for (std::size_t at = 0; at < groups.size(); ++at) {
-    if (!open) layouts.emplace_back(), bytes = 0, open = true;
+    if (!open) layouts.emplace_back(), bytes = 0;
     layouts.back().groups.push_back(at);
     bytes += trained_elements(groups[at]) * options.element_bytes;
     open = bytes < (layouts.size() == 1 ? options.first_bucket_bytes : options.bucket_bytes);
