@@ -93,12 +93,13 @@ std::string last_words_of(const RankFailure& failure) {
                      failure.log_file.empty() ? "" : fmt::format(" ({})", failure.log_file), lines);
 }
 
+bool is_victim(const RankFailure& failure) { return failure.note && failure.note->kind == FailureNote::Kind::communication; }
+
 const RankFailure& first_failure(const std::vector<RankFailure>& failures) {
   require(!failures.empty(), "no failure to choose from");
-  // A rank that lost its peer is a victim. One that was killed cannot have been; one that threw something else may.
+  // One that was killed cannot have been a victim; one that threw something else may.
   const auto order = [](const RankFailure& failure) {
-    const bool victim = failure.note && failure.note->kind == FailureNote::Kind::communication;
-    return std::tuple(victim ? 2 : failure.signal != 0 ? 0 : 1, failure.note ? failure.note->at : failure.at);
+    return std::tuple(is_victim(failure) ? 2 : failure.signal != 0 ? 0 : 1, failure.note ? failure.note->at : failure.at);
   };
   const RankFailure* first = &failures.front();
   for (const RankFailure& failure : failures)

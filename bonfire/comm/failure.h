@@ -42,6 +42,8 @@ BONFIRE_API std::string last_words_of(const RankFailure& failure);
 // "SIGKILL (signal 9)".
 BONFIRE_API std::string signal_name(int signal);
 
+// It failed because it had lost another rank, and is probably not where the trouble began.
+BONFIRE_API bool is_victim(const RankFailure& failure);
 // Of several that failed at nearly the same time, the one that made the others fail. REQUIRES: not empty.
 BONFIRE_API const RankFailure& first_failure(const std::vector<RankFailure>& failures);
 

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <mutex>
 
+#include <gloo/common/error.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "bonfire/base/clock.h"
@@ -13,12 +14,24 @@
 namespace bonfire {
 namespace {
 
+// Gloo's connections are gone, or nothing came over them in time: both are the other side's doing.
+template <class Function>
+auto with_peers(const Function& function) {
+  try {
+    return function();
+  } catch (const gloo::IoException& error) {
+    throw PeerLost(error.what());
+  }
+}
+
 class GlooState : public Work::State {
  public:
   GlooState(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors)
       : work_(std::move(work)), tensors_(std::move(tensors)), start_(now_ns()) {}
 
-  void wait() override { work_->wait(); }
+  void wait() override {
+    with_peers([&] { work_->wait(); });
+  }
   bool done() override { return work_->isCompleted(); }
 
   void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
@@ -76,7 +89,9 @@ class BatchState : public Work::State {
     std::function<void(Nanoseconds, Nanoseconds)> callback;
     {
       const std::lock_guard lock(mutex_);
-      for (auto& work : works_) work->wait();
+      with_peers([&] {
+        for (auto& work : works_) work->wait();
+      });
       works_.clear();
       if (end_ == 0) end_ = now_ns();
       callback = std::exchange(callback_, nullptr);
@@ -152,7 +167,9 @@ std::shared_ptr<Backend> make_gloo_backend(c10::intrusive_ptr<c10d::Store> store
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
   gloo->devices.push_back(interface && *interface ? c10d::ProcessGroupGloo::createDeviceForInterface(interface)
                                                   : c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
-  return adopt_gloo_backend(c10::make_intrusive<c10d::ProcessGroupGloo>(std::move(store), options.rank, options.size, gloo));
+  return with_peers([&] {
+    return adopt_gloo_backend(c10::make_intrusive<c10d::ProcessGroupGloo>(store, options.rank, options.size, gloo));
+  });
 }
 
 std::shared_ptr<Backend> adopt_gloo_backend(c10::intrusive_ptr<c10d::Backend> process_group) {

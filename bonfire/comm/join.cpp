@@ -95,11 +95,7 @@ StorePtr store_of(const Environment& place, const JoinOptions& options) {
 
 // A rank that lost another one: where the failure shows, not where it began.
 bool is_communication_failure(const std::exception& error) {
-  if (dynamic_cast<const c10::DistError*>(&error) != nullptr) return true;
-  const std::string text = error.what();
-  for (const char* sign : {"gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL"})
-    if (text.find(sign) != std::string::npos) return true;
-  return false;
+  return dynamic_cast<const PeerLost*>(&error) != nullptr || dynamic_cast<const c10::DistError*>(&error) != nullptr;
 }
 
 FailureNote::Kind kind_of(const std::exception& error) {

@@ -29,6 +29,8 @@ using Clock = std::chrono::steady_clock;
 
 // After the first sign of trouble: how long to collect what else fails, before choosing which one was first.
 constexpr auto kSettle = 200ms;
+// The same where all that failed had only lost another rank: that one has yet to end, or is on another node.
+constexpr auto kSettleVictims = 2s;
 
 // Signals as events of the poll loop, for as long as it lives.
 class SignalEvents {
@@ -84,7 +86,7 @@ class Attempt {
       while (const int signal = signals.next()) handle(signal);
       reap(guardian);
       if (link != nullptr && !ending_) look_at_other_nodes(*link);
-      if (!ending_ && !failures_.empty() && Clock::now() >= settled_) choose_failure(link);
+      if (!ending_ && !failures_.empty() && Clock::now() >= settled()) choose_failure(link);
       if (kill_at_ && Clock::now() >= *kill_at_) {
         signal_all(SIGKILL);
         kill_at_.reset();
@@ -166,7 +168,7 @@ class Attempt {
     const bool listening = link != nullptr && !ending_ && !link->failure() && !link->over();
     if (listening) entries.push_back({link->news(), POLLIN, 0});
     Deadline next = Clock::now() + 1h;
-    if (!failures_.empty() && !ending_) next = std::min(next, settled_);
+    if (!failures_.empty() && !ending_) next = std::min(next, settled());
     if (kill_at_) next = std::min(next, *kill_at_);
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
     poll(entries.data(), entries.size(), static_cast<int>(std::clamp<long long>(left, 0, 1 << 30)));
@@ -237,14 +239,19 @@ class Attempt {
     if (failure.note && !failure.note->details.empty()) rank.output.note(failure.note->details);
     failure.last_lines.assign(rank.output.last_lines().begin(), rank.output.last_lines().end());
     failure.log_file = rank.log_file;
-    if (failures_.empty()) settled_ = Clock::now() + kSettle;
+    if (failures_.empty()) first_seen_ = Clock::now();
     failures_.push_back(std::move(failure));
+  }
+
+  // When it is time to choose. REQUIRES: something failed.
+  Deadline settled() const {
+    return first_seen_ + (is_victim(first_failure(failures_)) ? Clock::duration(kSettleVictims) : kSettle);
   }
 
   void choose_failure(NodeLink* link) {
     RankFailure first = first_failure(failures_);
     // Nobody crashed, but somebody left: those who lost it are not to blame.
-    if (first.note && first.note->kind == FailureNote::Kind::communication && !done_.empty())
+    if (is_victim(first) && !done_.empty())
       first.note->message += fmt::format(" (after rank {} had ended with exit code 0)", fmt::join(done_, ", "));
     if (link != nullptr) first = link->tell(first);
     end_because(first);
@@ -278,7 +285,7 @@ class Attempt {
   std::vector<RankFailure> failures_;
   std::vector<int> done_;  // ended well
   std::optional<RankFailure> failure_;
-  Deadline settled_{};
+  Deadline first_seen_{};  // the first of failures_
   std::optional<Deadline> kill_at_;
   bool ending_ = false;  // because of a failure
   bool asked_to_stop_ = false;
@@ -330,11 +337,6 @@ LaunchOutcome launch_ranks(LauncherOptions options) {
   if (!options.address.empty()) options.address = bindable(options.address);
   if (options.nodes > 1)
     options.master.host = address_for_others(options.master.host, options.node == 0 ? options.address : "");
-  const bool temporary = options.log_folder.empty();
-  LaunchOutcome outcome;
-  outcome.log_folder = temporary ? temporary_folder() : options.log_folder;
-  std::filesystem::create_directories(outcome.log_folder);
-
   // Before any thread is there: the guardian must hold nothing but its pipe, and signals must be blocked in all threads.
   SignalEvents signals;
   Guardian guardian;
@@ -349,6 +351,11 @@ LaunchOutcome launch_ranks(LauncherOptions options) {
   if (options.nodes > 1)
     client =
         std::make_unique<StoreClient>(StoreClientOptions{.server = store, .token = options.token, .answer_timeout = 5s});
+
+  const bool temporary = options.log_folder.empty();
+  LaunchOutcome outcome;
+  outcome.log_folder = temporary ? temporary_folder() : options.log_folder;
+  std::filesystem::create_directories(outcome.log_folder);
 
   for (int number = 0;; ++number) {
     outcome.restarts = number;

@@ -168,7 +168,7 @@ Socket listen_on(const Endpoint& endpoint) {
     setsockopt(socket.fd(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     if (bind(socket.fd(), address->ai_addr, address->ai_addrlen) == 0 && listen(socket.fd(), SOMAXCONN) == 0) return socket;
     if (errno == EADDRINUSE)
-      fail("port {} of {} is in use: give another one, or none for a free one", endpoint.port, endpoint.host);
+      fail_config("port {} of {} is in use: give another one, or none for a free one", endpoint.port, endpoint.host);
     reason = std::strerror(errno);
   }
   fail("cannot listen on {}: {}", to_string(endpoint), reason);

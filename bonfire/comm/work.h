@@ -6,8 +6,15 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/base/clock.h"
+#include "bonfire/base/error.h"
 
 namespace bonfire {
+
+// A collective failed because another rank is gone or cannot be reached: where a failure shows, not where it began.
+class BONFIRE_API PeerLost : public Error {
+ public:
+  using Error::Error;
+};
 
 // A collective that is under way: a small value handle. A default-made one is already done.
 class BONFIRE_API Work {
@@ -27,7 +34,7 @@ class BONFIRE_API Work {
   explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
   // Stream: on a CPU the calling thread waits until the result is there; on a GPU the current stream waits and the call
-  // returns at once. Throws where the collective failed. May be called more than once.
+  // returns at once. Throws where the collective failed: PeerLost where that is why. May be called more than once.
   void wait() {
     if (state_) state_->wait();
   }
