@@ -110,6 +110,17 @@ std::vector<pid_t> processes_with(const std::string& text) {
   return found;
 }
 
+bool has_ended(pid_t process) {
+  const std::string folder = "/proc/" + std::to_string(process);
+  const std::string stat = read_file(folder + "/stat");
+  const std::size_t name_end = stat.rfind(')');
+  if (name_end == std::string::npos) return true;
+  // The first thread may have ended before the others, and the parent hears of it after the last.
+  std::error_code gone;
+  const std::filesystem::directory_iterator threads(folder + "/task", gone);
+  return stat.substr(name_end + 2, 1) == "Z" && std::distance(begin(threads), end(threads)) <= 1;
+}
+
 Folder::Folder() {
   std::string name = (std::filesystem::temp_directory_path() / "bonfire-test-XXXXXX").string();
   path_ = mkdtemp(name.data());

@@ -42,6 +42,9 @@ bool eventually(const std::function<bool()>& condition, std::chrono::millisecond
 // Running processes that have `text` in their environment or arguments, other than this one.
 std::vector<pid_t> processes_with(const std::string& text);
 
+// Whether a process is no more, or only waits for its parent to hear of it.
+bool has_ended(pid_t process);
+
 // A folder that is removed with its content.
 class Folder {
  public:
