@@ -22,11 +22,20 @@ int main(int argc, char** argv) {
     if (std::strcmp(argv[at], "--steps") == 0) steps = std::max(1, std::atoi(argv[at + 1]));
   constexpr std::int64_t batch = 8, sequence = 256, vocab = 4096;
 
-  auto model = build_model({.type = plan::ModelType::llama, .dim = 256, .layers = 6, .heads = 8, .kv_heads = 8, .ffn = 1024, .vocab = vocab, .positions = sequence},
+  auto model = build_model({.type = plan::ModelType::llama,
+                            .dim = 256,
+                            .layers = 6,
+                            .heads = 8,
+                            .kv_heads = 8,
+                            .ffn = 1024,
+                            .vocab = vocab,
+                            .positions = sequence},
                            {.seed = 1});
   std::vector<AdamBuffers> buffers;
   for (const auto& parameter : model->parameters())
-    buffers.push_back({.parameters = parameter.detach().view(-1), .exp_avg = at::zeros({parameter.numel()}), .exp_avg_sq = at::zeros({parameter.numel()})});
+    buffers.push_back({.parameters = parameter.detach().view(-1),
+                       .exp_avg = at::zeros({parameter.numel()}),
+                       .exp_avg_sq = at::zeros({parameter.numel()})});
 
   std::vector<double> seconds;
   for (int step = 0; step <= steps; ++step) {
@@ -36,11 +45,13 @@ int main(int argc, char** argv) {
     model->loss(tokens.narrow(1, 0, sequence).contiguous(), tokens.narrow(1, 1, sequence).contiguous()).backward();
     const auto parameters = model->parameters();
     double squares = 0;
-    for (const auto& parameter : parameters) squares += sum_of_squares(parameter.grad().contiguous().view(-1)).item<double>();
+    for (const auto& parameter : parameters)
+      squares += sum_of_squares(parameter.grad().contiguous().view(-1)).item<double>();
     const double scale = std::min(1.0, 1.0 / (std::sqrt(squares) + 1e-6));
     for (std::size_t at = 0; at < parameters.size(); ++at) {
       buffers[at].gradients = parameters[at].grad().contiguous().view(-1);
-      adam_(buffers[at], {.lr = 3e-4, .beta1 = 0.9, .beta2 = 0.95, .weight_decay = 0.1, .step = step + 1, .gradient_scale = scale});
+      adam_(buffers[at],
+            {.lr = 3e-4, .beta1 = 0.9, .beta2 = 0.95, .weight_decay = 0.1, .step = step + 1, .gradient_scale = scale});
     }
     if (step > 0) seconds.push_back(seconds_since(start));
   }
