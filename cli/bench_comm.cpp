@@ -57,14 +57,15 @@ c10::Device choose_device(const std::string& name, const Environment& place) {
 }
 
 void print_header(const World& world, const char* collective, const Arguments& arguments) {
-  fmt::print("# {} of {} over {} ranks on {}, median of {}\n", collective, arguments.dtype, world.size(), world.device().str(), arguments.repeats);
+  fmt::print("# {} of {} over {} ranks on {}, median of {}\n", collective, arguments.dtype, world.size(),
+             world.device().str(), arguments.repeats);
   fmt::print("# {:>12} {:>12} {:>12} {:>10} {:>10} {:>8}\n", "size", "count", "time", "algbw", "busbw", "#wrong");
   fmt::print("# {:>12} {:>12} {:>12} {:>10} {:>10}\n", "(B)", "(elements)", "(us)", "(GB/s)", "(GB/s)");
 }
 
 void print_row(const BandwidthRow& row) {
-  fmt::print("  {:>12} {:>12} {:>12.1f} {:>10.3f} {:>10.3f} {:>8}\n", row.bytes, row.elements, row.seconds * 1e6, row.algorithm_bytes * 1e-9,
-             row.bus_bytes * 1e-9, row.wrong);
+  fmt::print("  {:>12} {:>12} {:>12.1f} {:>10.3f} {:>10.3f} {:>8}\n", row.bytes, row.elements, row.seconds * 1e6,
+             row.algorithm_bytes * 1e-9, row.bus_bytes * 1e-9, row.wrong);
   std::fflush(stdout);
 }
 
@@ -88,10 +89,17 @@ int measure(const World& world, const Arguments& arguments) {
     nlohmann::json list = nlohmann::json::array();
     for (const auto& row : rows) {
       wrong |= row.wrong != 0;
-      list.push_back({{"bytes", row.bytes}, {"seconds", row.seconds}, {"algorithm_bytes_per_second", row.algorithm_bytes},
-                      {"bus_bytes_per_second", row.bus_bytes}, {"wrong", row.wrong}});
+      list.push_back({{"bytes", row.bytes},
+                      {"seconds", row.seconds},
+                      {"algorithm_bytes_per_second", row.algorithm_bytes},
+                      {"bus_bytes_per_second", row.bus_bytes},
+                      {"wrong", row.wrong}});
     }
-    tables.push_back({{"collective", name}, {"dtype", arguments.dtype}, {"ranks", world.size()}, {"device", world.device().str()}, {"rows", list}});
+    tables.push_back({{"collective", name},
+                      {"dtype", arguments.dtype},
+                      {"ranks", world.size()},
+                      {"device", world.device().str()},
+                      {"rows", list}});
   }
   if (speaks && arguments.json) fmt::print("{}\n", tables.dump());
   return wrong ? kFailed : kDone;
@@ -117,8 +125,11 @@ int start(const Arguments& arguments, const std::vector<std::string>& words) {
 
 void add_bench_comm(CLI::App& bench, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
-  CLI::App* command = bench.add_subcommand("comm", "Time and bandwidth of collectives by size, and whether their results are right");
-  command->add_option("collective", arguments->collectives, "Which, one or several")->check(CLI::IsMember(kinds()))->capture_default_str();
+  CLI::App* command =
+      bench.add_subcommand("comm", "Time and bandwidth of collectives by size, and whether their results are right");
+  command->add_option("collective", arguments->collectives, "Which, one or several")
+      ->check(CLI::IsMember(kinds()))
+      ->capture_default_str();
   command->add_option("--ranks", arguments->ranks, "Start this many local ranks")->check(CLI::PositiveNumber);
   command->add_option("--dtype", arguments->dtype, "Of the elements")->check(CLI::IsMember(dtypes()))->capture_default_str();
   command->add_option("--device", arguments->device, "auto: a GPU where there is one")
@@ -126,14 +137,18 @@ void add_bench_comm(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   command->add_option("--from", arguments->from, "Smallest size")->transform(CLI::AsSizeValue(false))->capture_default_str();
   command->add_option("--to", arguments->to, "Largest size")->transform(CLI::AsSizeValue(false))->capture_default_str();
-  command->add_option("--factor", arguments->factor, "From one size to the next")->check(CLI::Range(2, 1024))->capture_default_str();
+  command->add_option("--factor", arguments->factor, "From one size to the next")
+      ->check(CLI::Range(2, 1024))
+      ->capture_default_str();
   command->add_option("--repeats", arguments->repeats, "Of each size")->check(CLI::PositiveNumber)->capture_default_str();
   command->add_flag("--json", arguments->json, "Print one object on stdout");
 
   command->callback([arguments, &exit_code] {
     std::vector<std::string> words{"bench", "comm"};
     words.insert(words.end(), arguments->collectives.begin(), arguments->collectives.end());
-    const auto option = [&](const char* name, const auto& value) { words.insert(words.end(), {name, fmt::format("{}", value)}); };
+    const auto option = [&](const char* name, const auto& value) {
+      words.insert(words.end(), {name, fmt::format("{}", value)});
+    };
     option("--dtype", arguments->dtype);
     option("--device", arguments->device);
     option("--from", arguments->from);

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include <CLI/App.hpp>
 #include <fmt/format.h>
+#include <CLI/App.hpp>
 #include <nlohmann/json.hpp>
 
 #include "bonfire/base/size.h"

@@ -25,8 +25,7 @@ double train(const bonfire::World& world) {
     optimizer.step();
     last = loss.item<double>();
     const double mean = world.group().sum(last) / world.size();
-    if (world.rank() == 0 && step % 75 == 0)
-      std::printf("step %lld  loss %.9f\n", static_cast<long long>(step), mean);
+    if (world.rank() == 0 && step % 75 == 0) std::printf("step %lld  loss %.9f\n", static_cast<long long>(step), mean);
   }
   return last;
 }

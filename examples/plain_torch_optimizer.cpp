@@ -22,8 +22,7 @@ int main(int argc, char** argv) {
       optimizer.step();
 
       const double mean = world.group().sum(loss.item<double>()) / world.size();
-      if (world.rank() == 0 && step % 75 == 0)
-        std::printf("step %lld  loss %.9f\n", static_cast<long long>(step), mean);
+      if (world.rank() == 0 && step % 75 == 0) std::printf("step %lld  loss %.9f\n", static_cast<long long>(step), mean);
     }
   });
 }

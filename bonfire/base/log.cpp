@@ -41,7 +41,9 @@ Log::Log() : sink_(write_to_stderr) {}
 
 Log::Log(Sink sink, LogLevel least) : sink_(std::move(sink)), least_(least) {}
 
-Log Log::silent() { return Log([](LogLevel, std::string_view) {}, LogLevel::error); }
+Log Log::silent() {
+  return Log([](LogLevel, std::string_view) {}, LogLevel::error);
+}
 
 void Log::write(LogLevel level, std::string_view message) const {
   if (level >= least_) sink_(level, message);

@@ -20,7 +20,7 @@ class BONFIRE_API Log {
  public:
   using Sink = std::function<void(LogLevel, std::string_view)>;
 
-  Log();                                       // stderr
+  Log();  // stderr
   explicit Log(Sink sink, LogLevel least = LogLevel::info);
   static Log silent();
 

@@ -107,9 +107,7 @@ Trial make_trial(const Group& group, CollectiveKind kind, std::int64_t elements,
       trial.want = numbers_of(before, elements, options);
       break;
     }
-    case CollectiveKind::barrier:
-      trial.run = [=] { return group.barrier(); };
-      break;
+    case CollectiveKind::barrier: trial.run = [=] { return group.barrier(); }; break;
   }
   trial.refill = [out = trial.output]() mutable { out.fill_(0); };
   return trial;
@@ -128,8 +126,8 @@ std::vector<BandwidthRow> measure_bandwidth(const World& world, const BandwidthO
   const bool messages = options.kind == CollectiveKind::send || options.kind == CollectiveKind::receive;
   require(group.size() > 1 || !messages, "a message needs at least 2 ranks; there is {}", group.size());
   require(options.least_bytes > 0 && options.most_bytes >= options.least_bytes && options.factor > 1 && options.repeats > 0,
-          "sizes from {} to {} bytes by a factor of {}, {} repeats: sizes must be positive and grow, repeats at least 1", options.least_bytes,
-          options.most_bytes, options.factor, options.repeats);
+          "sizes from {} to {} bytes by a factor of {}, {} repeats: sizes must be positive and grow, repeats at least 1",
+          options.least_bytes, options.most_bytes, options.factor, options.repeats);
   const auto tensor = at::TensorOptions().dtype(options.dtype).device(world.device());
   const auto element = static_cast<std::int64_t>(c10::elementSize(options.dtype));
   std::vector<BandwidthRow> rows;
@@ -149,7 +147,8 @@ std::vector<BandwidthRow> measure_bandwidth(const World& world, const BandwidthO
     }
     BandwidthRow row{.bytes = elements * element, .elements = elements};
     row.seconds = group.max(median(std::move(seconds)));
-    row.wrong = std::llround(group.sum(trial.want.defined() ? at::ne(trial.output.view(-1), trial.want).sum().item<double>() : 0));
+    row.wrong =
+        std::llround(group.sum(trial.want.defined() ? at::ne(trial.output.view(-1), trial.want).sum().item<double>() : 0));
     row.algorithm_bytes = static_cast<double>(row.bytes) / row.seconds;
     row.bus_bytes = row.algorithm_bytes * bus_factor(options.kind, group.size());
     rows.push_back(row);

@@ -26,10 +26,10 @@ struct BandwidthOptions {
 struct BandwidthRow {
   std::int64_t bytes = 0;
   std::int64_t elements = 0;
-  double seconds = 0;           // of one collective: the median over repeats, of the slowest rank
-  double algorithm_bytes = 0;   // a second: bytes / seconds
-  double bus_bytes = 0;         // a second: what crosses each rank's link
-  std::int64_t wrong = 0;       // elements with another value than they must have, over all ranks
+  double seconds = 0;          // of one collective: the median over repeats, of the slowest rank
+  double algorithm_bytes = 0;  // a second: bytes / seconds
+  double bus_bytes = 0;        // a second: what crosses each rank's link
+  std::int64_t wrong = 0;      // elements with another value than they must have, over all ranks
 };
 
 // Collective: measures one kind of collective over a range of sizes, and checks its results. `report` is called with each

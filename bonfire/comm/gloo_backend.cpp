@@ -35,7 +35,8 @@ class GlooState : public Work::State {
   bool done() override { return work_->isCompleted(); }
 
   void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
-    work_->getFuture()->addCallback([start = start_, callback = std::move(callback)](c10::ivalue::Future&) { callback(start, now_ns()); });
+    work_->getFuture()->addCallback(
+        [start = start_, callback = std::move(callback)](c10::ivalue::Future&) { callback(start, now_ns()); });
   }
 
  private:
@@ -69,7 +70,9 @@ class ReduceScatterState : public Work::State {
   }
 
   bool done() override { return exchange_.done(); }
-  void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override { exchange_.state()->on_done(std::move(callback)); }
+  void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
+    exchange_.state()->on_done(std::move(callback));
+  }
 
  private:
   Work exchange_;
@@ -140,7 +143,8 @@ class GlooBackend final : public C10dBackend {
     std::vector<at::Tensor> tensors;
     for (const auto& message : messages) {
       std::vector<at::Tensor> one{message.tensor};
-      works.push_back(message.way == Message::Way::send ? backend().send(one, message.peer, 0) : backend().recv(one, message.peer, 0));
+      works.push_back(message.way == Message::Way::send ? backend().send(one, message.peer, 0)
+                                                        : backend().recv(one, message.peer, 0));
       tensors.push_back(message.tensor);
     }
     return Work(std::make_shared<BatchState>(std::move(works), std::move(tensors)));

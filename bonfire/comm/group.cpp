@@ -27,10 +27,12 @@ std::int64_t bytes_of(const at::Tensor& tensor) { return static_cast<std::int64_
 // The checks that every tensor of every collective must pass.
 void check(const Group::State& group, CollectiveKind kind, const at::Tensor& tensor) {
   require(tensor.defined(), "{} over '{}': the tensor is undefined", name_of(kind), group.name);
-  require(tensor.is_contiguous(), "{} over '{}': the tensor {} has strides [{}]; collectives need contiguous tensors: call .contiguous() first",
+  require(tensor.is_contiguous(),
+          "{} over '{}': the tensor {} has strides [{}]; collectives need contiguous tensors: call .contiguous() first",
           name_of(kind), group.name, shape_of(tensor), fmt::join(tensor.strides(), ", "));
-  require(tensor.device().type() == group.device.type(), "{} over '{}': the tensor is on {}, the group's ranks compute on {}",
-          name_of(kind), group.name, tensor.device().str(), group.device.str());
+  require(tensor.device().type() == group.device.type(),
+          "{} over '{}': the tensor is on {}, the group's ranks compute on {}", name_of(kind), group.name,
+          tensor.device().str(), group.device.str());
   switch (tensor.scalar_type()) {
     case at::kFloat:
     case at::kDouble:
@@ -39,39 +41,44 @@ void check(const Group::State& group, CollectiveKind kind, const at::Tensor& ten
     case at::kLong:
     case at::kByte: return;
     default:
-      fail("{} over '{}': dtype {} cannot be sent; allowed are fp32, fp64, bf16, fp16, int64 and uint8 (raw bytes)", name_of(kind),
-           group.name, c10::toString(tensor.scalar_type()));
+      fail("{} over '{}': dtype {} cannot be sent; allowed are fp32, fp64, bf16, fp16, int64 and uint8 (raw bytes)",
+           name_of(kind), group.name, c10::toString(tensor.scalar_type()));
   }
 }
 
 void check_reduction(const Group::State& group, CollectiveKind kind, const at::Tensor& tensor, Reduce op) {
   const auto type = tensor.scalar_type();
   require(type != at::kByte, "{} over '{}': raw bytes (uint8) cannot be reduced", name_of(kind), group.name);
-  require(!(type == at::kLong && op == Reduce::average), "{} over '{}': int64 has no average; allowed are sum and max", name_of(kind), group.name);
+  require(!(type == at::kLong && op == Reduce::average), "{} over '{}': int64 has no average; allowed are sum and max",
+          name_of(kind), group.name);
 }
 
 void check_peer(const Group::State& group, CollectiveKind kind, int peer) {
-  require(peer >= 0 && peer < group.size(), "{} over '{}': rank {} is not in 0..{}", name_of(kind), group.name, peer, group.size() - 1);
+  require(peer >= 0 && peer < group.size(), "{} over '{}': rank {} is not in 0..{}", name_of(kind), group.name, peer,
+          group.size() - 1);
 }
 
 // `whole` holds one part per rank.
 void check_parts(const Group::State& group, CollectiveKind kind, const at::Tensor& whole, const at::Tensor& part) {
   require(whole.scalar_type() == part.scalar_type() && whole.numel() == part.numel() * group.size(),
-          "{} over '{}': {} and {} do not fit: one must be {} times the other, of one dtype", name_of(kind), group.name, shape_of(whole),
-          shape_of(part), group.size());
+          "{} over '{}': {} and {} do not fit: one must be {} times the other, of one dtype", name_of(kind), group.name,
+          shape_of(whole), shape_of(part), group.size());
 }
 
 // A collective whose waiting is told to the progress board: what a rank spends here it spends on others.
 class WatchedState : public Work::State {
  public:
-  WatchedState(Work work, std::shared_ptr<ProgressBoard> progress) : work_(std::move(work)), progress_(std::move(progress)) {}
+  WatchedState(Work work, std::shared_ptr<ProgressBoard> progress)
+      : work_(std::move(work)), progress_(std::move(progress)) {}
 
   void wait() override {
     const ProgressBoard::Waiting waiting(progress_.get());
     work_.wait();
   }
   bool done() override { return work_.done(); }
-  void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override { work_.state()->on_done(std::move(callback)); }
+  void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
+    work_.state()->on_done(std::move(callback));
+  }
 
  private:
   Work work_;
@@ -81,7 +88,8 @@ class WatchedState : public Work::State {
 // The one way by which a collective begins: noted for the watchdog, compared (in debug mode), recorded, and delayed by an
 // emulated link.
 template <class Operation>
-Work perform(const Group::State& group, CollectiveKind kind, std::int64_t bytes, const std::string& fingerprint, Operation&& operation) {
+Work perform(const Group::State& group, CollectiveKind kind, std::int64_t bytes, const std::string& fingerprint,
+             Operation&& operation) {
   const bool message = kind == CollectiveKind::send || kind == CollectiveKind::receive;
   const std::int64_t sequence = ++(message ? group.counts->messages : group.counts->collectives);
   group.lane->begin(sequence, kind);
@@ -89,19 +97,26 @@ Work perform(const Group::State& group, CollectiveKind kind, std::int64_t bytes,
 
   const Collective what{kind, group.axis, bytes};
   const bool recording = group.recorder->recording();
-  const std::int64_t ticket =
-      recording ? group.recorder->begin({.what = what, .group = group.name, .sequence = sequence, .start = now_ns(), .stream = group.backend->stream()}) : 0;
+  const std::int64_t ticket = recording ? group.recorder->begin({.what = what,
+                                                                 .group = group.name,
+                                                                 .sequence = sequence,
+                                                                 .start = now_ns(),
+                                                                 .stream = group.backend->stream()})
+                                        : 0;
 
   Work work = operation(*group.backend);
-  if (group.link) work = group.backend->over(*group.link, seconds_over(group.link->link(), what, group.size()), std::move(work));
-  work.state()->on_done([=, progress = group.progress, lane = group.lane, recorder = group.recorder](Nanoseconds start, Nanoseconds end) {
-    lane->end(sequence, kind);
-    if (recording) recorder->end(ticket, start, end);
-  });
+  if (group.link)
+    work = group.backend->over(*group.link, seconds_over(group.link->link(), what, group.size()), std::move(work));
+  work.state()->on_done(
+      [=, progress = group.progress, lane = group.lane, recorder = group.recorder](Nanoseconds start, Nanoseconds end) {
+        lane->end(sequence, kind);
+        if (recording) recorder->end(ticket, start, end);
+      });
   return Work(std::make_shared<WatchedState>(std::move(work), group.progress));
 }
 
-std::string fingerprint(const Group::State& group, CollectiveKind kind, const at::Tensor& tensor, const std::string& detail = {}) {
+std::string fingerprint(const Group::State& group, CollectiveKind kind, const at::Tensor& tensor,
+                        const std::string& detail = {}) {
   if (!group.fingerprints) return {};
   return fmt::format("{} of {}{}{}", name_of(kind), shape_of(tensor), detail.empty() ? "" : ", ", detail);
 }
@@ -221,7 +236,8 @@ Work Group::reduce(at::Tensor tensor, int root, Reduce op) const {
   check_peer(*state_, kind, root);
   check_reduction(*state_, kind, tensor, op);
   if (size() == 1) return {};
-  return perform(*state_, kind, bytes_of(tensor), fingerprint(*state_, kind, tensor, fmt::format("{} to {}", name_of(op), root)),
+  return perform(*state_, kind, bytes_of(tensor),
+                 fingerprint(*state_, kind, tensor, fmt::format("{} to {}", name_of(op), root)),
                  [&](Backend& backend) { return backend.reduce(tensor, root, op); });
 }
 
@@ -262,7 +278,8 @@ Work Group::all_to_all(at::Tensor output, at::Tensor input) const {
   check(*state_, kind, output);
   check(*state_, kind, input);
   require(output.scalar_type() == input.scalar_type() && output.numel() == input.numel() && input.numel() % size() == 0,
-          "all_to_all over '{}': {} and {} must have one dtype and one size that {} ranks divide", name(), shape_of(output), shape_of(input), size());
+          "all_to_all over '{}': {} and {} must have one dtype and one size that {} ranks divide", name(), shape_of(output),
+          shape_of(input), size());
   if (size() == 1) {
     output.view(-1).copy_(input.view(-1));
     return {};
@@ -288,7 +305,8 @@ Work Group::batch(std::span<const Message> messages) const {
     const auto kind = message.way == Message::Way::send ? CollectiveKind::send : CollectiveKind::receive;
     check(*state_, kind, message.tensor);
     check_peer(*state_, kind, message.peer);
-    require(message.peer != rank(), "{} over '{}': rank {} cannot exchange messages with itself", name_of(kind), name(), rank());
+    require(message.peer != rank(), "{} over '{}': rank {} cannot exchange messages with itself", name_of(kind), name(),
+            rank());
     (kind == CollectiveKind::send ? sent : received) += bytes_of(message.tensor);
   }
   // A batch is one operation on the wire; it is listed by the way most of its bytes go, as a send when equal.
@@ -300,7 +318,8 @@ Work Group::batch(std::span<const Message> messages) const {
 
 Work Group::barrier() const {
   if (size() == 1) return {};
-  return perform(*state_, CollectiveKind::barrier, 0, state_->fingerprints ? "barrier" : "", [](Backend& backend) { return backend.barrier(); });
+  return perform(*state_, CollectiveKind::barrier, 0, state_->fingerprints ? "barrier" : "",
+                 [](Backend& backend) { return backend.barrier(); });
 }
 
 double Group::sum(double value) const {

@@ -32,8 +32,8 @@ class BONFIRE_API Group {
   int rank() const;
   int size() const;
   Axis axis() const;
-  const std::string& name() const;                 // "replicate", or what it was called when it was made
-  const std::vector<int>& world_ranks() const;     // the members, by their number in the World
+  const std::string& name() const;              // "replicate", or what it was called when it was made
+  const std::vector<int>& world_ranks() const;  // the members, by their number in the World
 
   [[nodiscard]] Work all_reduce(at::Tensor tensor, Reduce op = Reduce::sum) const;
   // output: size() times the input, in rank order along the first dimension.

@@ -24,9 +24,9 @@ struct Group::State {
   std::vector<int> world_ranks{0};
   int rank = 0;
   c10::Device device = c10::Device(c10::kCPU);
-  std::shared_ptr<Backend> backend;            // null in a group of one
-  std::shared_ptr<Recorder> recorder;          // null in a group of one
-  std::shared_ptr<EmulatedLink> link;          // null: as fast as it is
+  std::shared_ptr<Backend> backend;                // null in a group of one
+  std::shared_ptr<Recorder> recorder;              // null in a group of one
+  std::shared_ptr<EmulatedLink> link;              // null: as fast as it is
   std::shared_ptr<FingerprintBoard> fingerprints;  // null: no debug mode
   std::shared_ptr<ProgressBoard> progress;         // null in a group of one
   ProgressBoard::Lane* lane = nullptr;             // of `progress`

@@ -33,7 +33,8 @@ std::vector<int> ranks_along(const MeshShape& shape, Axis axis, int rank) {
   // The coordinates of `rank`, slowest axis first, and the step between neighbours along each axis.
   constexpr std::array axes{Axis::pipeline, Axis::replicate, Axis::shard, Axis::context, Axis::tensor};
   const auto belongs = [axis](Axis other) {
-    return axis == Axis::world || axis == other || (axis == Axis::data && (other == Axis::replicate || other == Axis::shard));
+    return axis == Axis::world || axis == other ||
+           (axis == Axis::data && (other == Axis::replicate || other == Axis::shard));
   };
   std::vector<int> members{0};
   int step = 1, base = 0;

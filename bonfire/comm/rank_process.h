@@ -49,7 +49,7 @@ class RankOutput {
     std::string file;    // empty: none
     std::string prefix;  // of each line on the terminal
     bool echo = true;
-    bool raw = false;  // to the terminal as it comes, so that a progress bar can draw over itself
+    bool raw = false;             // to the terminal as it comes, so that a progress bar can draw over itself
     std::size_t remembered = 20;  // last lines
   };
   explicit RankOutput(Options options);

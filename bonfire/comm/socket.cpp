@@ -281,15 +281,15 @@ std::string address_for_others(const std::string& host, const std::string& own) 
       candidates.push_back(entry.address);
   if (candidates.size() == 1) return candidates.front();
   // Addresses of documentation, to which nothing is sent: the way to them is the default route.
-  for (const char* outside : {"203.0.113.1", "2001:db8::1"})
-    try {
+  for (const char* outside : {"203.0.113.1", "2001:db8::1"}) try {
       const std::string address = address_towards(outside);
       if (!is_loopback(address)) return address;
     } catch (const Error&) {
       continue;
     }
   fail("host '{}' is {} here, where other machines cannot reach it, and this machine's own addresses are {}: name one", host,
-       loopback.empty() ? "unknown" : loopback, candidates.empty() ? "none" : fmt::format("{}", fmt::join(candidates, ", ")));
+       loopback.empty() ? "unknown" : loopback,
+       candidates.empty() ? "none" : fmt::format("{}", fmt::join(candidates, ", ")));
 }
 
 }  // namespace bonfire

@@ -54,8 +54,11 @@ struct World::State {
     if (options.device.is_cuda())
       return require_cuda_plugin().make_nccl(std::move(meeting), group.rank, group.size(),
                                              {.name = group.name, .device = options.device, .timeout = options.timeout});
-    return make_gloo_backend(std::move(meeting),
-                             {.rank = group.rank, .size = group.size(), .timeout = options.timeout, .address = options.address, .name = group.name});
+    return make_gloo_backend(std::move(meeting), {.rank = group.rank,
+                                                  .size = group.size(),
+                                                  .timeout = options.timeout,
+                                                  .address = options.address,
+                                                  .name = group.name});
   }
 
   // Collective among `members`: a group over them, connected on first use.
@@ -76,8 +79,8 @@ struct World::State {
       state->progress = progress;
       state->lane = &progress->lane(state->name, members);
       if (options.debug)
-        state->fingerprints = std::make_shared<FingerprintBoard>(store, fmt::format("{} {}", state->name, fmt::join(members, ",")), members,
-                                                                 state->rank, options.timeout);
+        state->fingerprints = std::make_shared<FingerprintBoard>(
+            store, fmt::format("{} {}", state->name, fmt::join(members, ",")), members, state->rank, options.timeout);
     }
     return groups.emplace(std::pair{axis, members}, Group(std::move(state))).first->second;
   }
@@ -89,9 +92,11 @@ World World::from_store(c10::intrusive_ptr<c10d::Store> store, int rank, int siz
   return World(State::make(std::move(store), rank, size, std::move(options), nullptr));
 }
 
-World World::from_process_group(c10::intrusive_ptr<c10d::Backend> process_group, c10::intrusive_ptr<c10d::Store> store, WorldOptions options) {
+World World::from_process_group(c10::intrusive_ptr<c10d::Backend> process_group, c10::intrusive_ptr<c10d::Store> store,
+                                WorldOptions options) {
   if (options.device.is_cuda())
-    fail_config("a World from a process group is for the CPU and Gloo; for device {} make it from the store", options.device.str());
+    fail_config("a World from a process group is for the CPU and Gloo; for device {} make it from the store",
+                options.device.str());
   const int rank = process_group->getRank(), size = process_group->getSize();
   return World(State::make(std::move(store), rank, size, std::move(options), adopt_gloo_backend(std::move(process_group))));
 }
@@ -113,8 +118,9 @@ Mesh World::mesh(const MeshShape& shape) const {
   for (const Axis axis : {Axis::pipeline, Axis::replicate, Axis::shard, Axis::context, Axis::tensor})
     if (shape.along(axis) < 1) fail_config("mesh axis {} is {}, must be at least 1", name_of(axis), shape.along(axis));
   if (shape.size() != size())
-    fail_config("mesh {} x {} x {} x {} x {} (pipeline, replicate, shard, context, tensor) has {} ranks, but the world has {}", shape.pipeline,
-                shape.replicate, shape.shard, shape.context, shape.tensor, shape.size(), size());
+    fail_config(
+        "mesh {} x {} x {} x {} x {} (pipeline, replicate, shard, context, tensor) has {} ranks, but the world has {}",
+        shape.pipeline, shape.replicate, shape.shard, shape.context, shape.tensor, shape.size(), size());
   auto state = std::make_shared<Mesh::State>();
   state->shape = shape;
   for (std::size_t at = 0; at < axis_count; ++at) {

@@ -25,7 +25,7 @@ class Recorder;
 
 struct WorldOptions {
   c10::Device device = c10::Device(c10::kCPU);
-  std::string address = "127.0.0.1";  // the interface that Gloo's connections are bound to
+  std::string address = "127.0.0.1";                             // the interface that Gloo's connections are bound to
   std::chrono::milliseconds timeout = std::chrono::minutes(10);  // of one collective
   // Compare fingerprints (kind, shape, dtype, sequence number) before each collective; slow, for finding mistakes.
   bool debug = false;

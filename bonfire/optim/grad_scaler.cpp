@@ -5,9 +5,11 @@
 namespace bonfire {
 
 GradScaler::GradScaler(const GradScalerOptions& options) : options_(options), scale_(options.scale) {
-  require(options.scale > 0 && options.growth > 1 && options.backoff > 0 && options.backoff < 1 && options.growth_interval > 0,
-          "gradient scaler: scale {} must be positive, growth {} more than 1, backoff {} between 0 and 1, growth interval {} positive", options.scale,
-          options.growth, options.backoff, options.growth_interval);
+  require(
+      options.scale > 0 && options.growth > 1 && options.backoff > 0 && options.backoff < 1 && options.growth_interval > 0,
+      "gradient scaler: scale {} must be positive, growth {} more than 1, backoff {} between 0 and 1, growth interval {} "
+      "positive",
+      options.scale, options.growth, options.backoff, options.growth_interval);
 }
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) const { return loss.mul(scale_); }

@@ -10,9 +10,9 @@ namespace bonfire {
 
 struct GradScalerOptions {
   double scale = 65536;
-  double growth = 2;                    // after this many good steps in a row the scale grows by this factor,
+  double growth = 2;  // after this many good steps in a row the scale grows by this factor,
   std::int64_t growth_interval = 2000;
-  double backoff = 0.5;                 // and after a bad one it shrinks by this
+  double backoff = 0.5;  // and after a bad one it shrinks by this
 };
 
 // Keeps small fp16 gradients from vanishing: the loss is multiplied by a scale before backward, and the optimizer divides

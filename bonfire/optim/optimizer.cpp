@@ -25,7 +25,8 @@ Optimizer::Optimizer(Engine& engine, Common common, std::vector<std::string> sta
       weight_decay_(common.weight_decay),
       rules_(std::move(common.rules)) {
   require(std::isfinite(common.lr) && common.lr >= 0, "learning rate is {}, must be a number of at least 0", common.lr);
-  require(std::isfinite(common.weight_decay) && common.weight_decay >= 0, "weight decay is {}, must be a number of at least 0", common.weight_decay);
+  require(std::isfinite(common.weight_decay) && common.weight_decay >= 0,
+          "weight decay is {}, must be a number of at least 0", common.weight_decay);
 }
 
 std::vector<Optimizer::Stretch> Optimizer::stretches_of(const FlatParameter& flat) const {
@@ -39,12 +40,15 @@ std::vector<Optimizer::Stretch> Optimizer::stretches_of(const FlatParameter& fla
       stretch.weight_decay = rule.weight_decay;
       break;
     }
-    if (!stretches.empty() && stretches.back().lr_factor == stretch.lr_factor && stretches.back().weight_decay == stretch.weight_decay) continue;
+    if (!stretches.empty() && stretches.back().lr_factor == stretch.lr_factor &&
+        stretches.back().weight_decay == stretch.weight_decay)
+      continue;
     stretches.push_back(stretch);
   }
   // Each reaches to the next, over padding, which is zero and stays zero.
   for (std::size_t at = 0; at < stretches.size(); ++at)
-    stretches[at].length = (at + 1 < stretches.size() ? stretches[at + 1].begin : flat.layout().trained) - stretches[at].begin;
+    stretches[at].length =
+        (at + 1 < stretches.size() ? stretches[at + 1].begin : flat.layout().trained) - stretches[at].begin;
   return stretches;
 }
 
@@ -63,7 +67,9 @@ void Optimizer::follow_layout() {
       const auto old = places_.find(segment.name);
       if (old == places_.end()) continue;
       for (std::size_t name = 0; name < state_names_.size(); ++name)
-        state.tensors[name].narrow(0, segment.offset, segment.elements).copy_(states_[old->second.flat].tensors[name].narrow(0, old->second.offset, old->second.elements));
+        state.tensors[name]
+            .narrow(0, segment.offset, segment.elements)
+            .copy_(states_[old->second.flat].tensors[name].narrow(0, old->second.offset, old->second.elements));
     }
   }
   states_ = std::move(fresh);
@@ -99,8 +105,11 @@ StepResult Optimizer::step(const StepOptions& options) {
     auto& flat = *engine_.flats()[at];
     const auto low = flat.low_precision();
     for (const auto& stretch : states_[at].stretches) {
-      const auto part = [&](const at::Tensor& whole) { return whole.defined() ? whole.narrow(0, stretch.begin, stretch.length) : whole; };
-      Range range{part(flat.master()), part(flat.gradient()), part(low), {}, lr_ * stretch.lr_factor, stretch.weight_decay, gradient_scale};
+      const auto part = [&](const at::Tensor& whole) {
+        return whole.defined() ? whole.narrow(0, stretch.begin, stretch.length) : whole;
+      };
+      Range range{part(flat.master()),     part(flat.gradient()), part(low),     {},
+                  lr_ * stretch.lr_factor, stretch.weight_decay,  gradient_scale};
       for (const auto& tensor : states_[at].tensors) range.state.push_back(part(tensor));
       update(range);
     }
@@ -125,14 +134,18 @@ std::vector<std::string> adam_state(bool amsgrad) {
   return names;
 }
 
-std::vector<std::string> sgd_state(double momentum) { return momentum != 0 ? std::vector<std::string>{"momentum"} : std::vector<std::string>{}; }
+std::vector<std::string> sgd_state(double momentum) {
+  return momentum != 0 ? std::vector<std::string>{"momentum"} : std::vector<std::string>{};
+}
 
 }  // namespace
 
 Adam::Adam(Engine& engine, const AdamOptions& options, bool decoupled)
-    : Optimizer(engine, {options.lr, options.weight_decay, options.rules}, adam_state(options.amsgrad)), options_(options), decoupled_(decoupled) {
-  require(options.beta1 >= 0 && options.beta1 < 1 && options.beta2 >= 0 && options.beta2 < 1, "betas are {} and {}, must be at least 0 and less than 1",
-          options.beta1, options.beta2);
+    : Optimizer(engine, {options.lr, options.weight_decay, options.rules}, adam_state(options.amsgrad)),
+      options_(options),
+      decoupled_(decoupled) {
+  require(options.beta1 >= 0 && options.beta1 < 1 && options.beta2 >= 0 && options.beta2 < 1,
+          "betas are {} and {}, must be at least 0 and less than 1", options.beta1, options.beta2);
 }
 
 void Adam::update(const Range& range) {
@@ -155,8 +168,8 @@ void Adam::update(const Range& range) {
 
 Sgd::Sgd(Engine& engine, const SgdOptions& options)
     : Optimizer(engine, {options.lr, options.weight_decay, options.rules}, sgd_state(options.momentum)), options_(options) {
-  require(!options.nesterov || (options.momentum > 0 && options.dampening == 0), "nesterov needs a momentum (it is {}) and no dampening (it is {})",
-          options.momentum, options.dampening);
+  require(!options.nesterov || (options.momentum > 0 && options.dampening == 0),
+          "nesterov needs a momentum (it is {}) and no dampening (it is {})", options.momentum, options.dampening);
 }
 
 void Sgd::update(const Range& range) {

@@ -28,9 +28,9 @@ struct ParameterRule {
 BONFIRE_API ParameterRule no_decay_below_two_dims();
 
 struct StepOptions {
-  double clip = 0;                 // gradients longer than this, over all parameters, are shortened to it; 0: never
-  GradScaler* scaler = nullptr;    // the loss was scaled by it
-  bool skip_non_finite = false;    // a step whose gradients hold NaN or infinity changes nothing
+  double clip = 0;               // gradients longer than this, over all parameters, are shortened to it; 0: never
+  GradScaler* scaler = nullptr;  // the loss was scaled by it
+  bool skip_non_finite = false;  // a step whose gradients hold NaN or infinity changes nothing
 };
 
 struct StepResult {

@@ -36,8 +36,8 @@ void place(FlatLayout& layout, const std::vector<ParameterGroup>& groups, int sh
 
 std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& groups, const BucketOptions& options) {
   require(options.shard >= 1, "sharding factor is {}, must be at least 1", options.shard);
-  require(options.bucket_bytes > 0 && options.first_bucket_bytes > 0, "bucket sizes are {} and {} bytes, must be positive", options.first_bucket_bytes,
-          options.bucket_bytes);
+  require(options.bucket_bytes > 0 && options.first_bucket_bytes > 0, "bucket sizes are {} and {} bytes, must be positive",
+          options.first_bucket_bytes, options.bucket_bytes);
   std::vector<FlatLayout> layouts;
   std::int64_t bytes = 0;
   bool open = false;
@@ -57,7 +57,8 @@ std::vector<ParameterGroup> groups_in_backward_order(const ModelDescription& mod
     if (unit->parameters.empty()) continue;
     ParameterGroup group{unit->name, {}};
     for (const auto& parameter : unit->parameters)
-      group.parameters.push_back({unit->name.empty() ? parameter.name : unit->name + "." + parameter.name, parameter.elements(), parameter.shape, parameter.trained});
+      group.parameters.push_back({unit->name.empty() ? parameter.name : unit->name + "." + parameter.name,
+                                  parameter.elements(), parameter.shape, parameter.trained});
     groups.push_back(std::move(group));
   }
   return groups;

@@ -58,7 +58,8 @@ inline constexpr std::int64_t segment_alignment = 64;
 
 // Puts groups, given in the order in which backward finishes them, into flat buffers: a buffer is closed when it has reached
 // its size, and a group is never split.
-BONFIRE_API std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& in_backward_order, const BucketOptions& options);
+BONFIRE_API std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& in_backward_order,
+                                           const BucketOptions& options);
 
 // The groups of a model in the order in which its backward finishes them.
 BONFIRE_API std::vector<ParameterGroup> groups_in_backward_order(const ModelDescription& model);

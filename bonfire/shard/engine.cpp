@@ -35,7 +35,8 @@ class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
 // from then on the gradient is the parameter's own again.
 class FlatSink final : public GradientSink {
  public:
-  FlatSink(at::Tensor parameter, std::function<at::Tensor(bool& fresh)> home) : parameter_(std::move(parameter)), home_(std::move(home)) {}
+  FlatSink(at::Tensor parameter, std::function<at::Tensor(bool& fresh)> home)
+      : parameter_(std::move(parameter)), home_(std::move(home)) {}
 
   at::Tensor buffer(bool& fresh) override {
     if (home_) return home_(fresh);
@@ -52,7 +53,9 @@ class FlatSink final : public GradientSink {
   std::function<at::Tensor(bool& fresh)> home_;
 };
 
-bool same_memory(const at::Tensor& a, const at::Tensor& b) { return a.data_ptr() == b.data_ptr() && a.scalar_type() == b.scalar_type(); }
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.data_ptr() == b.data_ptr() && a.scalar_type() == b.scalar_type();
+}
 
 }  // namespace
 
@@ -106,11 +109,13 @@ struct Engine::State {
   bool learned = false;
 };
 
-Engine::State::State(const Mesh& mesh_, torch::nn::Module& module, ShardOptions options_) : mesh(mesh_), options(std::move(options_)) {
+Engine::State::State(const Mesh& mesh_, torch::nn::Module& module, ShardOptions options_)
+    : mesh(mesh_), options(std::move(options_)) {
   for (const Axis axis : {Axis::pipeline, Axis::shard, Axis::context, Axis::tensor})
     if (mesh.shape().along(axis) > 1)
-      fail_config("mesh axis {} is {}: this version keeps the whole model on every rank; allowed: 1, with replicate for the ranks", name_of(axis),
-                  mesh.shape().along(axis));
+      fail_config(
+          "mesh axis {} is {}: this version keeps the whole model on every rank; allowed: 1, with replicate for the ranks",
+          name_of(axis), mesh.shape().along(axis));
   const Group& replicas = mesh.group(Axis::replicate);
   reduction = options.hook ? options.hook : make_reduction(replicas, options.reduction);
 
@@ -121,7 +126,8 @@ Engine::State::State(const Mesh& mesh_, torch::nn::Module& module, ShardOptions 
       // There is one place for a hook, and taking it from its owner would silence that one.
       require(!torch::autograd::impl::post_acc_grad_hooks(member.parameter),
               "parameter '{}' has a gradient hook already: of another Engine, or of yours", member.name);
-      parameters.push_back({member.name, member.parameter, group, member.parameter.scalar_type(), member.parameter.requires_grad()});
+      parameters.push_back(
+          {member.name, member.parameter, group, member.parameter.scalar_type(), member.parameter.requires_grad()});
     }
   }
   for (const auto& buffer : module.buffers())
@@ -148,8 +154,10 @@ Engine::State::State(const Mesh& mesh_, torch::nn::Module& module, ShardOptions 
   lay_out(reversed, true);
 
   for (auto& parameter : parameters) {
-    torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, std::make_unique<ArrivalHook>([this, &parameter] { arrive(parameter); }));
-    parameter.sink = std::make_shared<FlatSink>(parameter.tensor, [this, &parameter](bool& fresh) { return sink_buffer(parameter, fresh); });
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor,
+                                                   std::make_unique<ArrivalHook>([this, &parameter] { arrive(parameter); }));
+    parameter.sink = std::make_shared<FlatSink>(parameter.tensor,
+                                                [this, &parameter](bool& fresh) { return sink_buffer(parameter, fresh); });
     set_gradient_sink(module, parameter.name, parameter.sink);
   }
 }
@@ -184,7 +192,8 @@ void Engine::State::lay_out(const std::vector<std::size_t>& order_of_groups, boo
       group.name = group_names[order[at]];
       for (const std::size_t index : members[order[at]]) {
         const auto& parameter = parameters[index];
-        group.parameters.push_back({parameter.name, parameter.tensor.numel(), parameter.tensor.sizes().vec(), parameter.trained});
+        group.parameters.push_back(
+            {parameter.name, parameter.tensor.numel(), parameter.tensor.sizes().vec(), parameter.trained});
         by_name[parameter.name] = index;
       }
     }
@@ -198,7 +207,8 @@ void Engine::State::lay_out(const std::vector<std::size_t>& order_of_groups, boo
         parameter.segment = segment;
         tensors.push_back(parameter.tensor);
       }
-      fresh.push_back(first ? std::make_unique<FlatParameter>(std::move(layout), std::move(tensors), options.compute.value_or(dtype_of(begin)))
+      fresh.push_back(first ? std::make_unique<FlatParameter>(std::move(layout), std::move(tensors),
+                                                              options.compute.value_or(dtype_of(begin)))
                             : std::make_unique<FlatParameter>(std::move(layout), std::move(tensors), before));
     }
     begin = end;
@@ -241,7 +251,9 @@ void Engine::State::begin_pass(bool reduce) {
 
 // Stream: the one of the backward operation that made the gradient.
 void Engine::State::arrive(Parameter& parameter) {
-  require(running, "the gradient of '{}' came outside of Engine::backward or Engine::accumulate: call engine.backward(loss) instead of loss.backward()",
+  require(running,
+          "the gradient of '{}' came outside of Engine::backward or Engine::accumulate: call engine.backward(loss) instead "
+          "of loss.backward()",
           parameter.name);
   auto& flat = *flats[parameter.flat];
   const auto& gradient = parameter.tensor.grad();
@@ -307,12 +319,14 @@ void Engine::State::learn_order() {
   std::vector<std::int64_t> numbers(finished_groups.begin(), finished_groups.end());
   // Groups that did not finish (nothing trained, or unused) come last, as they were.
   for (const std::size_t group : order)
-    if (std::find(finished_groups.begin(), finished_groups.end(), group) == finished_groups.end()) numbers.push_back(static_cast<std::int64_t>(group));
+    if (std::find(finished_groups.begin(), finished_groups.end(), group) == finished_groups.end())
+      numbers.push_back(static_cast<std::int64_t>(group));
   const Group& replicas = mesh.group(Axis::replicate);
   auto agreed = at::tensor(numbers, at::kLong).to(flats.empty() ? at::Device(at::kCPU) : flats.front()->compute().device());
   replicas.broadcast(agreed, 0).wait();
   const auto on_host = agreed.cpu();
-  const std::vector<std::size_t> learned_order(on_host.data_ptr<std::int64_t>(), on_host.data_ptr<std::int64_t>() + on_host.numel());
+  const std::vector<std::size_t> learned_order(on_host.data_ptr<std::int64_t>(),
+                                               on_host.data_ptr<std::int64_t>() + on_host.numel());
   if (learned_order != order) lay_out(learned_order, false);
 }
 
@@ -406,6 +420,8 @@ std::vector<std::unique_ptr<FlatParameter>>& Engine::flats() { return state_->fl
 const std::vector<std::unique_ptr<FlatParameter>>& Engine::flats() const { return state_->flats; }
 std::int64_t Engine::layout_version() const { return state_->version; }
 
-Engine shard(const Mesh& mesh, torch::nn::Module& module, ShardOptions options) { return Engine(mesh, module, std::move(options)); }
+Engine shard(const Mesh& mesh, torch::nn::Module& module, ShardOptions options) {
+  return Engine(mesh, module, std::move(options));
+}
 
 }  // namespace bonfire

@@ -86,7 +86,7 @@ class BONFIRE_API Engine {
 BONFIRE_API Engine shard(const Mesh& mesh, torch::nn::Module& module, ShardOptions options = {});
 
 template <class Holder>
-  requires requires(Holder& holder) { static_cast<torch::nn::Module&>(*holder); }
+requires requires(Holder& holder) { static_cast<torch::nn::Module&>(*holder); }
 Engine shard(const Mesh& mesh, Holder& holder, ShardOptions options = {}) {
   return shard(mesh, static_cast<torch::nn::Module&>(*holder), std::move(options));
 }

@@ -27,7 +27,9 @@ std::int64_t hash(const void* data, std::size_t bytes) {
   return number;
 }
 
-at::Device device_of(const std::vector<NamedTensor>& tensors) { return tensors.empty() ? at::Device(at::kCPU) : tensors.front().tensor.device(); }
+at::Device device_of(const std::vector<NamedTensor>& tensors) {
+  return tensors.empty() ? at::Device(at::kCPU) : tensors.front().tensor.device();
+}
 
 // Compares rank by rank with this one's row, and hands the first difference to `report(number, other rank)`.
 template <class Report>
@@ -43,8 +45,8 @@ void compare_rows(const Group& group, const at::Tensor& rows, Report&& report) {
 void require_same_structure(const Group& group, const std::vector<NamedTensor>& tensors) {
   const auto device = device_of(tensors);
   compare_rows(group, gather(group, {static_cast<std::int64_t>(tensors.size())}, device), [&](std::size_t, int rank) {
-    fail("rank {} and rank {} were given modules with different numbers of parameters; this rank has {}", group.world_ranks()[0],
-         group.world_ranks()[static_cast<std::size_t>(rank)], tensors.size());
+    fail("rank {} and rank {} were given modules with different numbers of parameters; this rank has {}",
+         group.world_ranks()[0], group.world_ranks()[static_cast<std::size_t>(rank)], tensors.size());
   });
   std::vector<std::int64_t> hashes;
   for (const auto& [name, tensor] : tensors) {
@@ -54,8 +56,8 @@ void require_same_structure(const Group& group, const std::vector<NamedTensor>& 
   if (hashes.empty()) return;
   compare_rows(group, gather(group, hashes, device), [&](std::size_t at, int rank) {
     fail("parameter {} has another name, shape or dtype on rank {} than on rank {}; here it is '{}', {} [{}]", at,
-         group.world_ranks()[static_cast<std::size_t>(rank)], group.world_ranks()[0], tensors[at].name, c10::toString(tensors[at].tensor.scalar_type()),
-         fmt::join(tensors[at].tensor.sizes(), ", "));
+         group.world_ranks()[static_cast<std::size_t>(rank)], group.world_ranks()[0], tensors[at].name,
+         c10::toString(tensors[at].tensor.scalar_type()), fmt::join(tensors[at].tensor.sizes(), ", "));
   });
 }
 
@@ -67,8 +69,10 @@ void require_same_values(const Group& group, const std::vector<NamedTensor>& ten
     hashes.push_back(hash(host.data_ptr(), host.nbytes()));
   }
   compare_rows(group, gather(group, hashes, device_of(tensors)), [&](std::size_t at, int rank) {
-    fail("parameter '{}' differs between rank {} and rank {}; build the model from one seed, or start with rank 0's values (Start::broadcast)",
-         tensors[at].name, group.world_ranks()[0], group.world_ranks()[static_cast<std::size_t>(rank)]);
+    fail(
+        "parameter '{}' differs between rank {} and rank {}; build the model from one seed, or start with rank 0's values "
+        "(Start::broadcast)",
+        tensors[at].name, group.world_ranks()[0], group.world_ranks()[static_cast<std::size_t>(rank)]);
   });
 }
 

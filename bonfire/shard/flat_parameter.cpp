@@ -14,17 +14,19 @@ namespace bonfire {
 
 FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> parameters, at::ScalarType compute)
     : layout_(std::move(layout)), parameters_(std::move(parameters)), written_(parameters_.size()) {
-  require(parameters_.size() == layout_.segments.size(), "a flat parameter of {} segments was given {} parameters", layout_.segments.size(),
-          parameters_.size());
+  require(parameters_.size() == layout_.segments.size(), "a flat parameter of {} segments was given {} parameters",
+          layout_.segments.size(), parameters_.size());
   const at::NoGradGuard no_grad;
   const auto own = parameters_.front().options().requires_grad(false);
   compute_ = at::zeros({layout_.total}, own.dtype(compute));
-  master_ = compute == own.dtype().toScalarType() ? compute_.narrow(0, 0, layout_.trained) : at::zeros({layout_.trained}, own);
+  master_ =
+      compute == own.dtype().toScalarType() ? compute_.narrow(0, 0, layout_.trained) : at::zeros({layout_.trained}, own);
   gradient_ = at::zeros_like(master_);
   for (std::size_t at = 0; at < parameters_.size(); ++at) adopt(at, parameters_[at].detach());
 }
 
-FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> parameters, std::span<const FlatParameter* const> before)
+FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> parameters,
+                             std::span<const FlatParameter* const> before)
     : layout_(std::move(layout)), parameters_(std::move(parameters)), written_(parameters_.size()) {
   struct Place {
     const FlatParameter* flat;
@@ -37,7 +39,8 @@ FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> pa
   const at::NoGradGuard no_grad;
   const FlatParameter& first = *places.at(layout_.segments.front().name).flat;
   compute_ = at::zeros({layout_.total}, first.compute_.options());
-  master_ = first.low_precision().defined() ? at::zeros({layout_.trained}, first.master_.options()) : compute_.narrow(0, 0, layout_.trained);
+  master_ = first.low_precision().defined() ? at::zeros({layout_.trained}, first.master_.options())
+                                            : compute_.narrow(0, 0, layout_.trained);
   gradient_ = at::zeros_like(master_);
   for (std::size_t at = 0; at < parameters_.size(); ++at) {
     const auto [flat, segment] = places.at(layout_.segments[at].name);

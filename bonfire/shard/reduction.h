@@ -11,8 +11,8 @@ namespace bonfire {
 
 // What became of a step's gradients.
 struct GradientUse {
-  bool applied = true;    // false: they were not finite, and the step was dropped
-  double rescaled = 1;    // the next step's gradients are multiplied by this many times what these were (a gradient scaler)
+  bool applied = true;  // false: they were not finite, and the step was dropped
+  double rescaled = 1;  // the next step's gradients are multiplied by this many times what these were (a gradient scaler)
 };
 
 // How the gradient of a flat parameter becomes its average over the replicas: the communication hook. The engine calls the

@@ -20,7 +20,8 @@ class Grouping {
     }
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
       const auto& parameter = item.value();
-      if (!parameter.defined() || !parameter.is_floating_point() || !seen_.insert(parameter.unsafeGetTensorImpl()).second) continue;
+      if (!parameter.defined() || !parameter.is_floating_point() || !seen_.insert(parameter.unsafeGetTensorImpl()).second)
+        continue;
       const std::string name = join(path, item.key());
       add(inside_unit ? unit : name, name, parameter);
     }
@@ -30,7 +31,9 @@ class Grouping {
   std::vector<ModuleGroup> take() { return std::move(groups_); }
 
  private:
-  static std::string join(const std::string& path, const std::string& name) { return path.empty() ? name : path + "." + name; }
+  static std::string join(const std::string& path, const std::string& name) {
+    return path.empty() ? name : path + "." + name;
+  }
 
   void add(const std::string& group, const std::string& name, const at::Tensor& parameter) {
     const auto [at, fresh] = index_.try_emplace({group, parameter.scalar_type()}, groups_.size());

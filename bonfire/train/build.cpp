@@ -80,7 +80,8 @@ LoaderOptions loader_options(const Config& config, const Mesh& mesh, c10::Device
 void require_precision(const Config& config, const GpuInfo& gpu) {
   if (config.train.precision != "bf16" || gpu.major >= 8) return;
   fail_key(config, "train.precision",
-           fmt::format("{} has compute capability {}.{}, bf16 needs 8.0; allowed on it: fp32 | fp16", gpu.name, gpu.major, gpu.minor));
+           fmt::format("{} has compute capability {}.{}, bf16 needs 8.0; allowed on it: fp32 | fp16", gpu.name, gpu.major,
+                       gpu.minor));
 }
 
 c10::Device device_of(const Config& config, int local_rank) {

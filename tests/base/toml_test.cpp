@@ -29,8 +29,8 @@ TEST(Toml, KeepsTheOrderAndTheLinesOfTheFile) {
 }
 
 TEST(Toml, WhatIsWrittenReadsBackTheSame) {
-  for (const char* text : {"true", "-7", "0.1", "1e-300", "3.0", "1e+22", "inf", "\"a \\\"b\\\" \\\\ \\n\\u0001\"", "[1, [2.5, \"x\"]]",
-                           "[{units = 5, replicas = 3}]"}) {
+  for (const char* text : {"true", "-7", "0.1", "1e-300", "3.0", "1e+22", "inf", "\"a \\\"b\\\" \\\\ \\n\\u0001\"",
+                           "[1, [2.5, \"x\"]]", "[{units = 5, replicas = 3}]"}) {
     const auto once = parse_toml(std::string("x = ") + text, "a.toml")[0].value;
     const auto twice = parse_toml("x = " + to_toml(once), "a.toml")[0].value;
     EXPECT_EQ(to_toml(once), to_toml(twice));

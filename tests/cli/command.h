@@ -16,8 +16,8 @@ class Scratch : public Folder {
  public:
   // `arguments` as the shell reads them; `variables` such as "RANK=0 WORLD_SIZE=1" in front.
   Ended bonfire(const std::string& arguments, const std::string& variables = "") const {
-    const Said said = run_shell("cd '" + path().string() + "' && " + variables + " timeout 120 '" BONFIRE_BUILD_DIR "/bonfire' " +
-                                arguments + " >out.txt 2>err.txt");
+    const Said said = run_shell("cd '" + path().string() + "' && " + variables +
+                                " timeout 120 '" BONFIRE_BUILD_DIR "/bonfire' " + arguments + " >out.txt 2>err.txt");
     return {said.code, read("out.txt"), read("err.txt")};
   }
 };

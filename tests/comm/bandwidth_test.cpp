@@ -10,10 +10,12 @@ namespace bonfire {
 namespace {
 
 TEST(Bandwidth, EveryKindIsMeasuredAndRight) {
-  for (const auto kind : {CollectiveKind::all_reduce, CollectiveKind::all_gather, CollectiveKind::reduce_scatter, CollectiveKind::broadcast,
-                          CollectiveKind::reduce, CollectiveKind::scatter, CollectiveKind::gather, CollectiveKind::all_to_all, CollectiveKind::send})
+  for (const auto kind : {CollectiveKind::all_reduce, CollectiveKind::all_gather, CollectiveKind::reduce_scatter,
+                          CollectiveKind::broadcast, CollectiveKind::reduce, CollectiveKind::scatter, CollectiveKind::gather,
+                          CollectiveKind::all_to_all, CollectiveKind::send})
     testing::run_ranks(3, [&](World& world) {
-      const auto rows = measure_bandwidth(world, {.kind = kind, .least_bytes = 100, .most_bytes = 10'000, .factor = 10, .repeats = 2, .warmups = 1});
+      const auto rows = measure_bandwidth(
+          world, {.kind = kind, .least_bytes = 100, .most_bytes = 10'000, .factor = 10, .repeats = 2, .warmups = 1});
       ASSERT_EQ(rows.size(), 3u);
       for (const auto& row : rows) {
         EXPECT_EQ(row.elements % 3, 0);

@@ -13,16 +13,15 @@ namespace {
 // What rank 0 is told when the ranks disagree.
 std::string told(int ranks, const std::function<void(World&)>& body) {
   std::string message;
-  testing::run_ranks(
-      ranks,
-      [&](World& world) {
-        try {
-          body(world);
-        } catch (const Error& error) {
-          if (world.rank() == 0) message = error.what();
-        }
-      },
-      {.timeout = std::chrono::seconds(2), .debug = true});
+  testing::run_ranks(ranks,
+                     [&](World& world) {
+                       try {
+                         body(world);
+                       } catch (const Error& error) {
+                         if (world.rank() == 0) message = error.what();
+                       }
+                     },
+                     {.timeout = std::chrono::seconds(2), .debug = true});
   return message;
 }
 
@@ -60,17 +59,21 @@ TEST(Fingerprint, TwoMeshesDoNotConfuseEachOther) {
 
 TEST(Fingerprint, NamesBothSidesOfAnotherShape) {
   EXPECT_EQ(told(2, [](World& world) { world.group().all_reduce(at::zeros({world.rank() == 0 ? 4 : 5})).wait(); }),
-            "group 'world 0,1', collective #1: rank 0 calls all_reduce of Float [4], sum, but rank 1 calls all_reduce of Float [5], sum");
+            "group 'world 0,1', collective #1: rank 0 calls all_reduce of Float [4], sum, but rank 1 calls all_reduce of "
+            "Float [5], sum");
 }
 
 TEST(Fingerprint, NamesBothSidesOfAnotherDtypeKindOrOperation) {
-  const auto dtype = told(2, [](World& world) { world.group().all_reduce(at::zeros({4}, world.rank() == 0 ? at::kFloat : at::kHalf)).wait(); });
+  const auto dtype = told(
+      2, [](World& world) { world.group().all_reduce(at::zeros({4}, world.rank() == 0 ? at::kFloat : at::kHalf)).wait(); });
   EXPECT_NE(dtype.find("Float [4], sum, but rank 1 calls all_reduce of Half [4]"), std::string::npos) << dtype;
   const auto kind = told(2, [](World& world) {
     auto tensor = at::zeros({4});
     (world.rank() == 0 ? world.group().all_reduce(tensor) : world.group().broadcast(tensor, 0)).wait();
   });
-  EXPECT_NE(kind.find("rank 0 calls all_reduce of Float [4], sum, but rank 1 calls broadcast of Float [4], from 0"), std::string::npos) << kind;
+  EXPECT_NE(kind.find("rank 0 calls all_reduce of Float [4], sum, but rank 1 calls broadcast of Float [4], from 0"),
+            std::string::npos)
+      << kind;
 }
 
 TEST(Fingerprint, NamesTheRankThatDoesNotCome) {
@@ -78,7 +81,9 @@ TEST(Fingerprint, NamesTheRankThatDoesNotCome) {
     world.group().barrier().wait();
     if (world.rank() != 1) world.group().all_reduce(at::zeros({4})).wait();
   });
-  EXPECT_NE(message.find("rank 0 is in collective #2 (all_reduce of Float [4], sum), but rank 1 did not come to it within 2 s"), std::string::npos)
+  EXPECT_NE(
+      message.find("rank 0 is in collective #2 (all_reduce of Float [4], sum), but rank 1 did not come to it within 2 s"),
+      std::string::npos)
       << message;
 }
 
@@ -88,7 +93,9 @@ TEST(Fingerprint, NamesAMessageOfAnotherShape) {
     const Work work = world.rank() == 0 ? world.group().receive(tensor, 1) : world.group().send(tensor, 0);
     if (world.rank() == 0) Work(work).wait();
   });
-  EXPECT_NE(message.find("message #0 from rank 1 to rank 0: sent is Float [5], but expected is Float [4]"), std::string::npos) << message;
+  EXPECT_NE(message.find("message #0 from rank 1 to rank 0: sent is Float [5], but expected is Float [4]"),
+            std::string::npos)
+      << message;
 }
 
 }  // namespace

@@ -46,13 +46,17 @@ TEST_P(Collectives, Reductions) {
       auto all = value(group.rank(), whole);
       group.all_reduce(all, op).wait();
       auto want = reduced(whole, op);
-      if (op == Reduce::average) EXPECT_TRUE(at::allclose(all, want, 1e-2));
-      else expect_equal(all, want);
+      if (op == Reduce::average)
+        EXPECT_TRUE(at::allclose(all, want, 1e-2));
+      else
+        expect_equal(all, want);
 
       auto scattered = at::empty({part}, dtype());
       group.reduce_scatter(scattered, value(group.rank(), whole), op).wait();
-      if (op == Reduce::average) EXPECT_TRUE(at::allclose(scattered, want.narrow(0, part * group.rank(), part), 1e-2));
-      else expect_equal(scattered, want.narrow(0, part * group.rank(), part));
+      if (op == Reduce::average)
+        EXPECT_TRUE(at::allclose(scattered, want.narrow(0, part * group.rank(), part), 1e-2));
+      else
+        expect_equal(scattered, want.narrow(0, part * group.rank(), part));
 
       const int root = ranks() - 1;
       auto rooted = value(group.rank(), whole);
@@ -125,9 +129,11 @@ TEST_P(Collectives, Messages) {
 
 INSTANTIATE_TEST_SUITE_P(All, Collectives,
                          ::testing::Combine(::testing::Values(1, 2, 3, 4),
-                                            ::testing::Values(at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kLong, at::kByte)),
+                                            ::testing::Values(at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kLong,
+                                                              at::kByte)),
                          [](const auto& info) {
-                           return "ranks" + std::to_string(std::get<0>(info.param)) + "_" + c10::toString(std::get<1>(info.param));
+                           return "ranks" + std::to_string(std::get<0>(info.param)) + "_" +
+                                  c10::toString(std::get<1>(info.param));
                          });
 
 TEST(Group, CollectivesOverlapAndEndInAnyOrder) {
@@ -173,15 +179,27 @@ std::string error_of(const std::function<void(const Group&)>& call) {
 
 TEST(Group, RefusesWhatWouldGoWrong) {
   const auto strided = at::zeros({4, 4}).t();
-  EXPECT_NE(error_of([&](const Group& group) { group.all_reduce(strided).wait(); }).find("has strides [1, 4]"), std::string::npos);
-  EXPECT_NE(error_of([](const Group& group) { group.all_reduce(at::zeros({2}, at::kByte)).wait(); }).find("cannot be reduced"), std::string::npos);
-  EXPECT_NE(error_of([](const Group& group) { group.all_reduce(at::zeros({2}, at::kLong), Reduce::average).wait(); }).find("int64 has no average"),
+  EXPECT_NE(error_of([&](const Group& group) { group.all_reduce(strided).wait(); }).find("has strides [1, 4]"),
             std::string::npos);
-  EXPECT_NE(error_of([](const Group& group) { group.all_reduce(at::zeros({2}, at::kInt)).wait(); }).find("dtype Int cannot be sent"), std::string::npos);
-  EXPECT_NE(error_of([](const Group& group) { group.broadcast(at::zeros({2}), 2).wait(); }).find("rank 2 is not in 0..1"), std::string::npos);
-  EXPECT_NE(error_of([](const Group& group) { group.all_gather(at::zeros({5}), at::zeros({2})).wait(); }).find("one must be 2 times the other"),
+  EXPECT_NE(
+      error_of([](const Group& group) { group.all_reduce(at::zeros({2}, at::kByte)).wait(); }).find("cannot be reduced"),
+      std::string::npos);
+  EXPECT_NE(error_of([](const Group& group) {
+              group.all_reduce(at::zeros({2}, at::kLong), Reduce::average).wait();
+            }).find("int64 has no average"),
             std::string::npos);
-  EXPECT_NE(error_of([](const Group& group) { group.send(at::zeros({5}), group.rank()).wait(); }).find("with itself"), std::string::npos);
+  EXPECT_NE(error_of([](const Group& group) {
+              group.all_reduce(at::zeros({2}, at::kInt)).wait();
+            }).find("dtype Int cannot be sent"),
+            std::string::npos);
+  EXPECT_NE(error_of([](const Group& group) { group.broadcast(at::zeros({2}), 2).wait(); }).find("rank 2 is not in 0..1"),
+            std::string::npos);
+  EXPECT_NE(error_of([](const Group& group) {
+              group.all_gather(at::zeros({5}), at::zeros({2})).wait();
+            }).find("one must be 2 times the other"),
+            std::string::npos);
+  EXPECT_NE(error_of([](const Group& group) { group.send(at::zeros({5}), group.rank()).wait(); }).find("with itself"),
+            std::string::npos);
 }
 
 TEST(Group, OfOneAnswersItself) {

@@ -23,7 +23,8 @@ TEST(Mesh, TensorIsFastestAndPipelineSlowest) {
 
 TEST(Mesh, EveryAxisPartitionsTheWorld) {
   const MeshShape shape{.pipeline = 3, .replicate = 2, .shard = 2, .context = 1, .tensor = 2};
-  for (const Axis axis : {Axis::pipeline, Axis::replicate, Axis::shard, Axis::context, Axis::tensor, Axis::data, Axis::world}) {
+  for (const Axis axis :
+       {Axis::pipeline, Axis::replicate, Axis::shard, Axis::context, Axis::tensor, Axis::data, Axis::world}) {
     std::set<std::vector<int>> groups;
     for (int rank = 0; rank < shape.size(); ++rank) {
       const auto members = ranks_along(shape, axis, rank);

@@ -164,11 +164,16 @@ TEST_F(RunByName, OurLaunchersMeet) {
 
 TEST_F(RunByName, RanksOfSlurmMeet) {
   const auto task = [&](const char* number) {
-    return Variables{{"SLURM_PROCID", number},      {"SLURM_NTASKS", "2"},
-                     {"SLURM_LOCALID", "0"},        {"SLURM_NTASKS_PER_NODE", "1"},
-                     {"SLURM_NODEID", number},      {"SLURM_JOB_NODELIST", "bonfire-zero,bonfire-one"},
-                     {"SLURM_JOB_ID", "1"},         {"MASTER_PORT", port_},
-                     {"BONFIRE_TOKEN", "a secret"}, {"BONFIRE_RENDEZVOUS_TIMEOUT", "20"},
+    return Variables{{"SLURM_PROCID", number},
+                     {"SLURM_NTASKS", "2"},
+                     {"SLURM_LOCALID", "0"},
+                     {"SLURM_NTASKS_PER_NODE", "1"},
+                     {"SLURM_NODEID", number},
+                     {"SLURM_JOB_NODELIST", "bonfire-zero,bonfire-one"},
+                     {"SLURM_JOB_ID", "1"},
+                     {"MASTER_PORT", port_},
+                     {"BONFIRE_TOKEN", "a secret"},
+                     {"BONFIRE_RENDEZVOUS_TIMEOUT", "20"},
                      {"STEPS", "3"}};
   };
   Child zero(knowing_zero_as("127.0.1.1", {kProgram}), task("0")), one(knowing_zero_as(real_, {kProgram}), task("1"));

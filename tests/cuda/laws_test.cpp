@@ -28,7 +28,8 @@ TEST_P(GpuLaws, ParityOfEveryModel) {
         SCOPED_TRACE(name);
         const auto run = train_tiny(world, {.spec = spec, .accumulation = accumulation});
         const auto alone = train_tiny(World(), {.spec = spec});
-        for (std::size_t step = 0; step < alone.losses.size(); ++step) EXPECT_NEAR(run.losses[step], alone.losses[step], 1e-9 * alone.losses[step]);
+        for (std::size_t step = 0; step < alone.losses.size(); ++step)
+          EXPECT_NEAR(run.losses[step], alone.losses[step], 1e-9 * alone.losses[step]);
         EXPECT_LT(relative_distance(run.weights, alone.weights), 1e-9);
       }
   });
@@ -56,14 +57,17 @@ TEST_P(GpuLaws, MixedPrecisionFollowsFp32) {
       SCOPED_TRACE(name);
       const auto exact = train_tiny(world, {.spec = spec, .dtype = at::kFloat});
       for (const auto compute : {at::kBFloat16, at::kHalf}) {
-        const auto rounded = train_tiny(world, {.spec = spec, .dtype = at::kFloat, .compute = compute, .scaled = compute == at::kHalf});
-        for (std::size_t step = 0; step < exact.losses.size(); ++step) EXPECT_NEAR(rounded.losses[step], exact.losses[step], 0.02 * exact.losses[step]);
+        const auto rounded =
+            train_tiny(world, {.spec = spec, .dtype = at::kFloat, .compute = compute, .scaled = compute == at::kHalf});
+        for (std::size_t step = 0; step < exact.losses.size(); ++step)
+          EXPECT_NEAR(rounded.losses[step], exact.losses[step], 0.02 * exact.losses[step]);
       }
     }
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, GpuLaws, ::testing::Values(1, 2, 4), [](const auto& info) { return "ranks" + std::to_string(info.param); });
+INSTANTIATE_TEST_SUITE_P(Ranks, GpuLaws, ::testing::Values(1, 2, 4),
+                         [](const auto& info) { return "ranks" + std::to_string(info.param); });
 
 }  // namespace
 }  // namespace bonfire

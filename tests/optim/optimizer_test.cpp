@@ -55,7 +55,8 @@ TEST(Optimizer, AdamIsTorchsWithItsOptions) {
     Pair pair;
     Engine engine = shard(World().mesh({}), pair.ours);
     Adam ours(engine, {.lr = 0.01, .beta1 = 0.8, .beta2 = 0.95, .weight_decay = 0.1, .amsgrad = amsgrad});
-    torch::optim::Adam theirs(pair.theirs->parameters(), torch::optim::AdamOptions(0.01).betas({0.8, 0.95}).weight_decay(0.1).amsgrad(amsgrad));
+    torch::optim::Adam theirs(pair.theirs->parameters(),
+                              torch::optim::AdamOptions(0.01).betas({0.8, 0.95}).weight_decay(0.1).amsgrad(amsgrad));
     train_both(pair, engine, ours, theirs);
   }
 }
@@ -65,7 +66,8 @@ TEST(Optimizer, SgdIsTorchsWithItsOptions) {
     Pair pair;
     Engine engine = shard(World().mesh({}), pair.ours);
     Sgd ours(engine, {.lr = 0.01, .momentum = 0.9, .weight_decay = 0.1, .nesterov = nesterov});
-    torch::optim::SGD theirs(pair.theirs->parameters(), torch::optim::SGDOptions(0.01).momentum(0.9).weight_decay(0.1).nesterov(nesterov));
+    torch::optim::SGD theirs(pair.theirs->parameters(),
+                             torch::optim::SGDOptions(0.01).momentum(0.9).weight_decay(0.1).nesterov(nesterov));
     train_both(pair, engine, ours, theirs);
   }
 }
@@ -93,7 +95,8 @@ TEST(Optimizer, RulesGiveParametersTheirOwnSettings) {
   EXPECT_TRUE(at::allclose(pair.ours->weight, weight * 0.5));
   EXPECT_TRUE(at::equal(pair.ours->bias, bias));
 
-  Sgd slow(engine, {.lr = 1, .rules = {{[](const std::string& name, const at::Tensor&) { return name == "weight"; }, 0, 0}}});
+  Sgd slow(engine,
+           {.lr = 1, .rules = {{[](const std::string& name, const at::Tensor&) { return name == "weight"; }, 0, 0}}});
   const auto still = pair.ours->weight.detach().clone();
   engine.backward(Pair::loss(pair.ours, 0));
   slow.step();
@@ -111,7 +114,8 @@ TEST(Optimizer, ClipsByTheGlobalNorm) {
   const auto result = ours.step({.clip = 0.25});
   EXPECT_DOUBLE_EQ(result.gradient_norm, norm);
   EXPECT_GT(norm, 0.25);
-  const double moved = std::sqrt((pair.ours->weight - weight).pow(2).sum().item<double>() + (pair.ours->bias - bias).pow(2).sum().item<double>());
+  const double moved = std::sqrt((pair.ours->weight - weight).pow(2).sum().item<double>() +
+                                 (pair.ours->bias - bias).pow(2).sum().item<double>());
   EXPECT_NEAR(moved, 0.25, 1e-6);
   EXPECT_EQ(clip_factor(0.2, 0.25), 1);
   EXPECT_EQ(clip_factor(100, 0), 1);

@@ -11,13 +11,15 @@ namespace {
 
 ParameterGroup group(const std::string& name, std::vector<std::int64_t> elements, bool trained = true) {
   ParameterGroup group{name, {}};
-  for (std::size_t at = 0; at < elements.size(); ++at) group.parameters.push_back({name + std::to_string(at), elements[at], {elements[at]}, trained});
+  for (std::size_t at = 0; at < elements.size(); ++at)
+    group.parameters.push_back({name + std::to_string(at), elements[at], {elements[at]}, trained});
   return group;
 }
 
 TEST(Bucket, ClosesWhenItsSizeIsReached) {
   std::vector<ParameterGroup> groups;
-  for (int i = 0; i < 7; ++i) groups.push_back(group("g" + std::to_string(i), {100}));  // 128 elements each with padding: 512 bytes
+  for (int i = 0; i < 7; ++i)
+    groups.push_back(group("g" + std::to_string(i), {100}));  // 128 elements each with padding: 512 bytes
   const auto buckets = bucket(groups, {.bucket_bytes = 1200, .first_bucket_bytes = 500});
   ASSERT_EQ(buckets.size(), 3u);
   EXPECT_EQ(buckets[0].groups, (std::vector<std::size_t>{0}));
@@ -78,7 +80,8 @@ TEST(Collectives, CompressionMakesThemSmaller) {
   const auto model = describe({.type = ModelType::mlp, .dim = 64, .layers = 2, .ffn = 128, .vocab = 256});
   const auto sum = [&](Compression compression) {
     const auto list = collectives_of_step(model, {.replicate = 2, .compression = compression, .powersgd_rank = 2});
-    return std::accumulate(list.begin(), list.end() - 1, std::int64_t{0}, [](auto total, const auto& one) { return total + one.bytes; });
+    return std::accumulate(list.begin(), list.end() - 1, std::int64_t{0},
+                           [](auto total, const auto& one) { return total + one.bytes; });
   };
   EXPECT_EQ(sum(Compression::bf16) * 2, sum(Compression::none));
   EXPECT_EQ(sum(Compression::fp16), sum(Compression::bf16));

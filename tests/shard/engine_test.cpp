@@ -258,14 +258,16 @@ TEST(DataParallel, RanksMayRunOutOfData) {
     engine.finish([&] { optimizer.step(); });
     for (int step = 0; step < 3; ++step) {
       at::Tensor loss = at::zeros({}, at::kDouble);
-      for (int rank = step; rank < 3; ++rank) loss = loss + reference.forward(numbers({4, 6}, 10 * rank + step)).pow(2).mean() / (3 - step);
+      for (int rank = step; rank < 3; ++rank)
+        loss = loss + reference.forward(numbers({4, 6}, 10 * rank + step)).pow(2).mean() / (3 - step);
       reference.zero_grad();
       loss.backward();
       const at::NoGradGuard no_grad;
       for (auto& parameter : reference.parameters())
         if (parameter.grad().defined()) parameter.sub_(parameter.grad() * 0.1);
     }
-    for (std::size_t at = 0; at < model.parameters().size(); ++at) EXPECT_LT(distance(model.parameters()[at], reference.parameters()[at]), 1e-12);
+    for (std::size_t at = 0; at < model.parameters().size(); ++at)
+      EXPECT_LT(distance(model.parameters()[at], reference.parameters()[at]), 1e-12);
   });
 }
 
@@ -300,7 +302,8 @@ TEST(DataParallel, ParametersAreCheckedAtTheStart) {
     }
     Engine engine = shard(world.mesh({.replicate = 2}), model);
   };
-  EXPECT_NE(error_of(2, different).find("parameter 'extra.bias' differs between rank 0 and rank 1"), std::string::npos) << error_of(2, different);
+  EXPECT_NE(error_of(2, different).find("parameter 'extra.bias' differs between rank 0 and rank 1"), std::string::npos)
+      << error_of(2, different);
 
   const auto other_shape = [](World& world) {
     torch::nn::Linear model(4, world.rank() + 1);
@@ -364,7 +367,8 @@ TEST(DataParallel, BackwardGoesThroughTheEngine) {
     model.forward(numbers({4, 6}, 7)).pow(2).mean().backward();
     FAIL();
   } catch (const std::exception& error) {
-    EXPECT_NE(std::string(error.what()).find("call engine.backward(loss) instead of loss.backward()"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("call engine.backward(loss) instead of loss.backward()"), std::string::npos)
+        << error.what();
   }
 }
 
@@ -418,7 +422,9 @@ TEST(Compression, PowerSgdFeedsItsErrorBack) {
   run_ranks(2, [](World& world) {
     torch::nn::Linear model(torch::nn::LinearOptions(16, 12).bias(true));
     model->to(at::kDouble);
-    Engine engine = shard(world.mesh({.replicate = 2}), model, {.start = Start::broadcast, .reduction = {.compression = plan::Compression::powersgd, .powersgd_rank = 2}});
+    Engine engine =
+        shard(world.mesh({.replicate = 2}), model,
+              {.start = Start::broadcast, .reduction = {.compression = plan::Compression::powersgd, .powersgd_rank = 2}});
     const auto gradient = [&](int rank) { return numbers({12, 16}, 50 + rank); };
     const auto mean = (gradient(0) + gradient(1)) / 2;
     auto sum = at::zeros({12, 16}, at::kDouble);
@@ -441,7 +447,9 @@ TEST(Compression, PowerSgdForgetsADroppedStep) {
   run_ranks(2, [](World& world) {
     torch::nn::Linear model(torch::nn::LinearOptions(16, 12).bias(true));
     model->to(at::kDouble);
-    Engine engine = shard(world.mesh({.replicate = 2}), model, {.start = Start::broadcast, .reduction = {.compression = plan::Compression::powersgd, .powersgd_rank = 2}});
+    Engine engine =
+        shard(world.mesh({.replicate = 2}), model,
+              {.start = Start::broadcast, .reduction = {.compression = plan::Compression::powersgd, .powersgd_rank = 2}});
     Sgd optimizer(engine, {.lr = 0.01});
     for (int step = 0; step < 4; ++step) {
       const double factor = step == 1 && world.rank() == 0 ? std::numeric_limits<double>::infinity() : 1;
@@ -460,7 +468,8 @@ TEST(Compression, PowerSgdFollowsTheLossScale) {
       torch::nn::Linear model(torch::nn::LinearOptions(16, 12).bias(false));
       model->to(at::kDouble);
       model->weight.detach().zero_();
-      Engine engine = shard(world.mesh({}), model, {.reduction = {.compression = plan::Compression::powersgd, .powersgd_rank = 2}});
+      Engine engine =
+          shard(world.mesh({}), model, {.reduction = {.compression = plan::Compression::powersgd, .powersgd_rank = 2}});
       Sgd optimizer(engine, {.lr = 1});
       GradScaler scaler({.scale = 4, .growth = growth, .growth_interval = 1});
       for (int step = 0; step < 5; ++step) {
@@ -477,7 +486,9 @@ TEST(Compression, PowerSgdIsExactForLowRankGradients) {
   run_ranks(3, [](World& world) {
     torch::nn::Linear model(torch::nn::LinearOptions(16, 12).bias(false));
     model->to(at::kDouble);
-    Engine engine = shard(world.mesh({.replicate = 3}), model, {.start = Start::broadcast, .reduction = {.compression = plan::Compression::powersgd, .powersgd_rank = 2}});
+    Engine engine =
+        shard(world.mesh({.replicate = 3}), model,
+              {.start = Start::broadcast, .reduction = {.compression = plan::Compression::powersgd, .powersgd_rank = 2}});
     // All ranks' gradients are multiples of one matrix of rank 2.
     const auto low = numbers({12, 2}, 1).mm(numbers({2, 16}, 2));
     engine.backward((model->weight * low * (world.rank() + 1)).sum());

@@ -39,7 +39,8 @@ TEST_P(Laws, Parity) {
       if (ranks == 1 && accumulation == 1) continue;
       const auto run = train(spec(), ranks, accumulation);
       for (std::size_t step = 0; step < alone.losses.size(); ++step)
-        EXPECT_NEAR(run.losses[step], alone.losses[step], 1e-9 * alone.losses[step]) << ranks << " ranks, accumulation " << accumulation;
+        EXPECT_NEAR(run.losses[step], alone.losses[step], 1e-9 * alone.losses[step])
+            << ranks << " ranks, accumulation " << accumulation;
       EXPECT_LT(relative_distance(run.weights, alone.weights), 1e-9) << ranks << " ranks, accumulation " << accumulation;
     }
 }
@@ -57,7 +58,8 @@ std::vector<Collective> recorded(const plan::ModelSpec& spec, const plan::DataPa
     auto model = build_model(spec, {.seed = 5, .dtype = at::kFloat});
     const Mesh mesh = world.mesh({.replicate = layout.replicate});
     Engine engine = shard(mesh, *model,
-                          {.buckets = layout.buckets, .reduction = {.compression = layout.compression, .powersgd_rank = layout.powersgd_rank}});
+                          {.buckets = layout.buckets,
+                           .reduction = {.compression = layout.compression, .powersgd_rank = layout.powersgd_rank}});
     for (int step = 0; step < 2; ++step) {
       if (step == 1) world.recorder().start();
       auto [input, target] = tiny_data(spec, step, 0, 2);
@@ -80,7 +82,10 @@ TEST_P(Laws, ExactCommunication) {
   const auto description = plan::describe(spec());
   for (const auto compression : {plan::Compression::none, plan::Compression::bf16, plan::Compression::powersgd})
     for (const std::int64_t bytes : {1, 3000, 1 << 20}) {
-      const plan::DataParallel layout{.replicate = 2, .buckets = {.bucket_bytes = bytes, .first_bucket_bytes = bytes / 2 + 1}, .compression = compression, .powersgd_rank = 2};
+      const plan::DataParallel layout{.replicate = 2,
+                                      .buckets = {.bucket_bytes = bytes, .first_bucket_bytes = bytes / 2 + 1},
+                                      .compression = compression,
+                                      .powersgd_rank = 2};
       const auto predicted = plan::collectives_of_step(description, layout);
       EXPECT_EQ(recorded(spec(), layout, false), predicted) << "buckets of " << bytes << " bytes";
       EXPECT_NE(recorded(spec(), layout, true), predicted);

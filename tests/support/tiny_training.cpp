@@ -19,30 +19,67 @@ const std::vector<TinyModel>& tiny_models() {
   static const std::vector<TinyModel> list{
       {"mlp", {.type = ModelType::mlp, .dim = 16, .layers = 2, .ffn = 24, .vocab = 32}},
       {"vgg", {.type = ModelType::vgg, .ffn = 16, .classes = 5, .image = 8, .pool = 2, .convolutions = {4, 0, 6, 0}}},
-      {"gpt2", {.type = ModelType::gpt2, .dim = 16, .layers = 2, .heads = 2, .ffn = 32, .vocab = 32, .positions = sequence, .tied = true}},
-      {"llama", {.type = ModelType::llama, .dim = 16, .layers = 3, .heads = 4, .kv_heads = 2, .ffn = 24, .vocab = 32, .positions = sequence}},
-      {"tied_llama", {.type = ModelType::llama, .dim = 16, .layers = 1, .heads = 2, .ffn = 24, .vocab = 32, .positions = sequence, .tied = true}},
+      {"gpt2",
+       {.type = ModelType::gpt2,
+        .dim = 16,
+        .layers = 2,
+        .heads = 2,
+        .ffn = 32,
+        .vocab = 32,
+        .positions = sequence,
+        .tied = true}},
+      {"llama",
+       {.type = ModelType::llama,
+        .dim = 16,
+        .layers = 3,
+        .heads = 4,
+        .kv_heads = 2,
+        .ffn = 24,
+        .vocab = 32,
+        .positions = sequence}},
+      {"tied_llama",
+       {.type = ModelType::llama,
+        .dim = 16,
+        .layers = 1,
+        .heads = 2,
+        .ffn = 24,
+        .vocab = 32,
+        .positions = sequence,
+        .tied = true}},
       {"gpt2_with_dropout",
-       {.type = ModelType::gpt2, .dim = 16, .layers = 2, .heads = 2, .ffn = 32, .vocab = 32, .positions = sequence, .dropout = 0.2}},
+       {.type = ModelType::gpt2,
+        .dim = 16,
+        .layers = 2,
+        .heads = 2,
+        .ffn = 32,
+        .vocab = 32,
+        .positions = sequence,
+        .dropout = 0.2}},
   };
   return list;
 }
 
 std::pair<at::Tensor, at::Tensor> tiny_data(const plan::ModelSpec& spec, int step, std::int64_t begin, std::int64_t count) {
   if (spec.type == plan::ModelType::vgg) {
-    const auto all =
-        at::arange(tiny_samples * 3 * spec.image * spec.image, at::kDouble).add(step * 1000).mul(0.37).sin().view({tiny_samples, 3, spec.image, spec.image});
+    const auto all = at::arange(tiny_samples * 3 * spec.image * spec.image, at::kDouble)
+                         .add(step * 1000)
+                         .mul(0.37)
+                         .sin()
+                         .view({tiny_samples, 3, spec.image, spec.image});
     return {all.narrow(0, begin, count), at::arange(tiny_samples).add(step).remainder(spec.classes).narrow(0, begin, count)};
   }
-  const auto all = at::arange(tiny_samples * (sequence + 1)).mul(7 + 2 * step).add(step).remainder(31).view({tiny_samples, sequence + 1});
-  return {all.narrow(0, begin, count).narrow(1, 0, sequence).contiguous(), all.narrow(0, begin, count).narrow(1, 1, sequence).contiguous()};
+  const auto all =
+      at::arange(tiny_samples * (sequence + 1)).mul(7 + 2 * step).add(step).remainder(31).view({tiny_samples, sequence + 1});
+  return {all.narrow(0, begin, count).narrow(1, 0, sequence).contiguous(),
+          all.narrow(0, begin, count).narrow(1, 1, sequence).contiguous()};
 }
 
 TinyOutcome train_tiny(const World& world, const TinyRun& run) {
   auto model = build_model(run.spec, {.seed = 5, .dtype = run.dtype, .device = world.device()});
   const int ranks = world.size();
   const Mesh mesh = world.mesh({.replicate = ranks});
-  Engine engine = shard(mesh, *model, {.compute = run.compute, .buckets = {.bucket_bytes = 4096, .first_bucket_bytes = 512}});
+  Engine engine =
+      shard(mesh, *model, {.compute = run.compute, .buckets = {.bucket_bytes = 4096, .first_bucket_bytes = 512}});
   AdamW optimizer(engine, {.lr = 0.01, .weight_decay = 0.1});
   GradScaler scaler({.scale = 128});
   const std::int64_t mine = tiny_samples / ranks, part = mine / run.accumulation;

@@ -15,7 +15,8 @@ TEST(Build, RefusesBf16OnAGpuWithoutIt) {
     FAIL();
   } catch (const ConfigError& error) {
     const std::string message = error.what();
-    for (const char* words : {"a.toml:2", "train.precision = \"bf16\"", "Tesla V100 has compute capability 7.0", "allowed on it: fp32 | fp16"})
+    for (const char* words :
+         {"a.toml:2", "train.precision = \"bf16\"", "Tesla V100 has compute capability 7.0", "allowed on it: fp32 | fp16"})
       EXPECT_NE(message.find(words), std::string::npos) << message;
   }
   require_precision(bf16, {.name = "H200", .memory_bytes = 0, .major = 9, .minor = 0});
