@@ -21,7 +21,8 @@ TOKENS_PER_STEP = 8 * 256  # of bench/small_llama.toml and of the peers
 def machine():
     model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
     memory = next(line.split()[1] for line in open("/proc/meminfo") if line.startswith("MemTotal"))
-    return {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(int(memory) / 2**20, 1), "system": platform.platform(),
+    system = next(line.split("=")[1].strip().strip('"') for line in open("/etc/os-release") if line.startswith("PRETTY_NAME"))
+    return {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(int(memory) / 2**20, 1), "system": f"{system}, {platform.machine()}",
             "compiler": subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout.splitlines()[0],
             "commit": subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True,
                                      text=True).stdout.strip()}
