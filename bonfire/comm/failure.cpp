@@ -93,11 +93,14 @@ std::string last_words_of(const RankFailure& failure) {
                      failure.log_file.empty() ? "" : fmt::format(" ({})", failure.log_file), lines);
 }
 
-bool is_victim(const RankFailure& failure) { return failure.note && failure.note->kind == FailureNote::Kind::communication; }
+// One that wrote to a rank that was gone: Gloo does not ask the kernel to spare it the signal.
+bool is_victim(const RankFailure& failure) {
+  return failure.signal == SIGPIPE || (failure.note && failure.note->kind == FailureNote::Kind::communication);
+}
 
 const RankFailure& first_failure(const std::vector<RankFailure>& failures) {
   require(!failures.empty(), "no failure to choose from");
-  // One that was killed cannot have been a victim; one that threw something else may.
+  // One that was killed otherwise cannot have been a victim; one that threw something else may.
   const auto order = [](const RankFailure& failure) {
     return std::tuple(is_victim(failure) ? 2 : failure.signal != 0 ? 0 : 1, failure.note ? failure.note->at : failure.at);
   };

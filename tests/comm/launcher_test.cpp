@@ -351,6 +351,10 @@ TEST(Failure, TheFirstIsNotOneThatLostItsPeer) {
   EXPECT_EQ(first_failure({victim, later, thrower}).rank, 1);
   EXPECT_EQ(first_failure({victim, later, thrower, killed}).rank, 3);
   EXPECT_EQ(first_failure({victim}).rank, 0);
+  // Whoever writes to a rank that is gone dies of that.
+  RankFailure wrote{.rank = 4, .signal = 13, .at = 5};
+  EXPECT_EQ(first_failure({wrote, later, thrower}).rank, 1);
+  EXPECT_EQ(first_failure({wrote, killed}).rank, 3);
 }
 
 TEST(Failure, TravelsWhole) {
