@@ -1,6 +1,5 @@
 #include "bonfire/comm/gloo_backend.h"
 
-#include <atomic>
 #include <cstdlib>
 #include <mutex>
 

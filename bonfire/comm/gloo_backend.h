@@ -20,7 +20,6 @@ struct CommunicatorOptions {
   int size = 1;
   std::chrono::milliseconds timeout{};
   std::string address;  // Gloo: the local address its connections are bound to
-  std::string name;
 };
 
 // Collective: connects `size` ranks that meet in `store`.

@@ -54,11 +54,9 @@ struct World::State {
     if (options.device.is_cuda())
       return require_cuda_plugin().make_nccl(std::move(meeting), group.rank, group.size(),
                                              {.name = group.name, .device = options.device, .timeout = options.timeout});
-    return make_gloo_backend(std::move(meeting), {.rank = group.rank,
-                                                  .size = group.size(),
-                                                  .timeout = options.timeout,
-                                                  .address = options.address,
-                                                  .name = group.name});
+    return make_gloo_backend(
+        std::move(meeting),
+        {.rank = group.rank, .size = group.size(), .timeout = options.timeout, .address = options.address});
   }
 
   // Collective among `members`: a group over them, connected on first use.
