@@ -165,8 +165,8 @@ TEST(Model, PublicNamesAreViewsInThePublicLayout) {
 }
 
 struct CountingHooks : UnitHooks {
-  void before_forward(UnitSeam& unit, const std::vector<Tensor>&) override { order.push_back(&unit); }
-  void after_forward(UnitSeam&, const std::vector<Tensor>& outputs) override { EXPECT_EQ(outputs.size(), 1U); }
+  void before_forward(UnitSeam& unit, std::vector<Tensor>&) override { order.push_back(&unit); }
+  void after_forward(UnitSeam&, std::vector<Tensor>& outputs) override { EXPECT_EQ(outputs.size(), 1U); }
   std::vector<UnitSeam*> order;
 };
 

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <stdexcept>
+#include <thread>
+
 #include <ATen/ATen.h>
 #include <torch/nn/modules/container/sequential.h>
 
@@ -34,11 +37,11 @@ struct ManyImpl : torch::nn::Module {
 BONFIRE_UNIT(Many);
 
 struct Recorder : UnitHooks {
-  void before_forward(UnitSeam& unit, const std::vector<Tensor>& inputs) override {
+  void before_forward(UnitSeam& unit, std::vector<Tensor>& inputs) override {
     before.push_back(&unit.module());
     input_count = inputs.size();
   }
-  void after_forward(UnitSeam& unit, const std::vector<Tensor>& outputs) override {
+  void after_forward(UnitSeam& unit, std::vector<Tensor>& outputs) override {
     after.push_back(&unit.module());
     output_count = outputs.size();
   }
@@ -84,10 +87,249 @@ TEST(Unit, IsFoundFromItsModuleAndKeepsItsNames) {
   EXPECT_EQ(unit_of(*plain), nullptr);
 }
 
+// Adds one to every input and ten to every output.
+struct Adder : UnitHooks {
+  void before_forward(UnitSeam&, std::vector<Tensor>& inputs) override {
+    for (auto& input : inputs) input = input + 1;
+  }
+  void after_forward(UnitSeam&, std::vector<Tensor>& outputs) override {
+    for (auto& output : outputs) output = output + 10;
+  }
+  void forward_failed(UnitSeam&) override {
+    ++failed;
+    try {
+      std::rethrow_exception(std::current_exception());
+    } catch (const std::exception& error) {
+      what = error.what();
+    }
+  }
+  int failed = 0;
+  std::string what;
+};
+
+Tensor number(double value) { return at::full({}, value); }
+double value(const Tensor& tensor) { return tensor.item<double>(); }
+
+using Nested = std::tuple<int, std::pair<Tensor, std::vector<std::optional<Tensor>>>, std::array<Tensor, 2>>;
+
+struct ByReferenceImpl : torch::nn::Module {
+  Tensor forward(const Tensor& x) { return x; }
+};
+BONFIRE_UNIT(ByReference);
+struct ByValueImpl : torch::nn::Module {
+  Tensor forward(Tensor x) { return x; }
+};
+BONFIRE_UNIT(ByValue);
+struct OptionalImpl : torch::nn::Module {
+  std::optional<Tensor> forward(std::optional<Tensor> x) { return x; }
+};
+BONFIRE_UNIT(Optional);
+struct VectorImpl : torch::nn::Module {
+  std::vector<Tensor> forward(const std::vector<Tensor>& x) { return x; }
+};
+BONFIRE_UNIT(Vector);
+struct TreeImpl : torch::nn::Module {
+  Nested forward(const Nested& x) { return x; }
+};
+BONFIRE_UNIT(Tree);
+struct ConsumerImpl : torch::nn::Module {
+  Tensor forward(Tensor&& x, bool consume) {
+    return consume ? Tensor(std::move(x)) : x.clone();
+  }
+};
+BONFIRE_UNIT(Consumer);
+struct WriterImpl : torch::nn::Module {
+  Tensor forward(std::vector<Tensor>& x, Tensor& out, int& calls) {
+    ++calls;
+    out = x.at(0) * 100;
+    x.push_back(number(7));
+    return x.at(0);
+  }
+};
+BONFIRE_UNIT(Writer);
+struct MoveOnlyImpl : torch::nn::Module {
+  std::pair<Tensor, std::unique_ptr<int>> forward(std::pair<Tensor, std::unique_ptr<int>> x, std::unique_ptr<int>&& y,
+                                                  const std::pair<Tensor, std::unique_ptr<int>>& unseen) {
+    *x.second += *std::unique_ptr<int>(std::move(y));
+    return {x.first + unseen.first, std::move(x.second)};
+  }
+};
+BONFIRE_UNIT(MoveOnly);
+
+TEST(Unit, HooksReplaceTensorsWhereverTheyAre) {
+  Adder adder;
+  const auto hooked = [&](auto unit) {
+    unit->set_hooks(&adder);
+    return unit;
+  };
+  const Tensor one = number(1);
+  Tensor mine = one;
+  EXPECT_EQ(value(hooked(ByReference())->forward(mine)), 12);
+  EXPECT_EQ(value(hooked(ByValue())->forward(mine)), 12);
+  EXPECT_EQ(value(*hooked(Optional())->forward(mine)), 12);
+  EXPECT_FALSE(hooked(Optional())->forward(std::nullopt));
+
+  const std::vector<Tensor> several{mine, Tensor(), number(2)};
+  const auto back = hooked(Vector())->forward(several);
+  EXPECT_EQ(value(back.at(0)), 12);
+  EXPECT_FALSE(back.at(1).defined());
+  EXPECT_EQ(value(back.at(2)), 13);
+  EXPECT_EQ(value(several.at(2)), 2);
+
+  const Nested nested{5, {mine, {std::nullopt, number(2)}}, {number(3), Tensor()}};
+  const auto [n, pair, array] = hooked(Tree())->forward(nested);
+  EXPECT_EQ(n, 5);
+  EXPECT_EQ(value(pair.first), 12);
+  EXPECT_EQ(value(*pair.second.at(1)), 13);
+  EXPECT_EQ(value(array[0]), 14);
+  EXPECT_FALSE(array[1].defined());
+
+  auto owner = std::make_pair(number(1), std::make_unique<int>(1));
+  const auto moved = hooked(MoveOnly())->forward({number(1), std::make_unique<int>(2)}, std::make_unique<int>(3), owner);
+  EXPECT_EQ(value(moved.first), 2 + 1 + 10);
+  EXPECT_EQ(*moved.second, 5);
+  EXPECT_TRUE(mine.is_same(one));
+}
+
+TEST(Unit, VariablesOfTheCallerChangeAsForwardChangesThemAndNotOtherwise) {
+  Adder adder;
+  for (UnitHooks* hooks : {static_cast<UnitHooks*>(nullptr), static_cast<UnitHooks*>(&adder)}) {
+    SCOPED_TRACE(hooks ? "with hooks" : "without");
+    Consumer consumer;
+    consumer->set_hooks(hooks);
+    const Tensor one = number(1);
+    Tensor mine = one;
+    consumer->forward(std::move(mine), false);
+    EXPECT_TRUE(mine.is_same(one));
+    consumer->forward(std::move(mine), true);
+    EXPECT_FALSE(mine.defined());
+
+    Writer writer;
+    writer->set_hooks(hooks);
+    std::vector<Tensor> several{one};
+    Tensor out;
+    int calls = 0;
+    EXPECT_EQ(value(writer->forward(several, out, calls)), hooks ? 12 : 1);
+    EXPECT_EQ(calls, 1);
+    EXPECT_EQ(value(out), hooks ? 200 : 100);
+    ASSERT_EQ(several.size(), 2U);
+    EXPECT_TRUE(several[0].is_same(one));
+    EXPECT_EQ(value(several[1]), 7);
+  }
+}
+
+TEST(Unit, InputsPassedByValueDieWhenForwardDropsThem) {
+  struct Watch : UnitHooks {
+    void before_forward(UnitSeam&, std::vector<Tensor>& inputs) override { input = inputs.at(0).getIntrusivePtr(); }
+    void after_forward(UnitSeam&, std::vector<Tensor>&) override { EXPECT_TRUE(input.expired()); }
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> input{
+        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+  } watch;
+  struct DropImpl : torch::nn::Module {
+    Tensor forward(Tensor x) { return x.mul(2); }
+  };
+  Unit<DropImpl> unit;
+  unit.set_hooks(&watch);
+  unit.forward(number(1));
+}
+
+TEST(Unit, HooksMayNotAddOrRemoveTensors) {
+  struct Greedy : Recorder {
+    void after_forward(UnitSeam&, std::vector<Tensor>& outputs) override { outputs.push_back(outputs[0]); }
+  } greedy;
+  Block block;
+  block->set_hooks(&greedy);
+  try {
+    block->forward(at::ones({2}));
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(),
+                 "the hooks of Unit Block were given 1 tensors and gave back 2: replace tensors in their places");
+  }
+}
+
+TEST(Unit, HooksHearOfAForwardThatThrew) {
+  struct ThrowingImpl : torch::nn::Module {
+    Tensor forward(Tensor& x) {
+      x = number(3);
+      throw std::domain_error("no such token");
+    }
+  };
+  Adder adder;
+  Unit<ThrowingImpl> unit;
+  unit.set_hooks(&adder);
+  Tensor x = number(1);
+  EXPECT_THROW(unit.forward(x), std::domain_error);
+  EXPECT_EQ(adder.failed, 1);
+  EXPECT_EQ(adder.what, "no such token");
+  EXPECT_EQ(value(x), 3);
+}
+
+TEST(Unit, NameOfItsTypeIsTheOneTheUserWrote) {
+  struct LocalImpl : torch::nn::Module {
+    Tensor forward(Tensor x) { return x; }
+  };
+  EXPECT_EQ(Block()->type_name(), "Block");
+  EXPECT_EQ(Unit<LocalImpl>().type_name(), "Local");
+}
+
+// A Unit with Units inside, some of which its constructor makes.
+struct TowerImpl : torch::nn::Module {
+  explicit TowerImpl(bool fails) {
+    first = register_module("first", Block());
+    second = register_module("second", Block());
+    if (fails) throw std::domain_error("too high");
+  }
+  Tensor forward(Tensor x) { return second(first(x)); }
+  Block first{nullptr}, second{nullptr};
+};
+BONFIRE_UNIT(Tower);
+
+struct Registrar : UnitObserver {
+  void constructed(UnitSeam& unit) override {
+    names.push_back(unit.type_name() + " with " + std::to_string(unit.module().parameters().size()));
+    EXPECT_EQ(unit_of(unit.module()), &unit);
+    unit.set_prepared(std::make_shared<std::string>("ready"));
+  }
+  std::vector<std::string> names;
+};
+
+TEST(Unit, AnnouncesItselfOnceItIsComplete) {
+  Registrar registrar, inner;
+  Block before;
+  Tower tower{nullptr};
+  {
+    const ObserveUnits observe(registrar);
+    tower = Tower(false);
+    EXPECT_THROW(Tower(true), std::domain_error);  // its Blocks were complete, it never was
+    {
+      const ObserveUnits hides(inner);
+      Block hidden;
+    }
+    std::thread([] { Block elsewhere; }).join();
+    Block last;
+  }
+  Block after;
+  EXPECT_EQ(registrar.names, (std::vector<std::string>{"Block with 1", "Block with 1", "Tower with 2", "Block with 1",
+                                                       "Block with 1", "Block with 1"}));
+  EXPECT_EQ(inner.names, std::vector<std::string>{"Block with 1"});
+  EXPECT_EQ(*static_cast<std::string*>(tower->prepared().get()), "ready");
+  EXPECT_FALSE(before->prepared() || after->prepared());
+}
+
+TEST(Unit, ObserverThatThrowsEndsTheConstruction) {
+  struct Full : UnitObserver {
+    void constructed(UnitSeam&) override { throw std::domain_error("full"); }
+  } full;
+  const ObserveUnits observe(full);
+  EXPECT_THROW(Block(), std::domain_error);
+}
+
 TEST(Unit, CloneIsRefusedBecauseItWouldLoseTheSeam) {
   Block block;
   const torch::nn::Module& module = *block;
   EXPECT_ANY_THROW(module.clone());
+  static_assert(!std::is_copy_constructible_v<Block::Impl>);
 }
 
 }  // namespace
