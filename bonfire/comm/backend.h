@@ -22,6 +22,13 @@ struct Message {
   int peer;  // rank inside the group
 };
 
+// One pair of a gathering or a scattering reduction: the whole, and the part of it that belongs to this rank. `part` may be
+// memory of its own, or this rank's own slice of `whole`; no other overlap is allowed.
+struct Transfer {
+  at::Tensor whole;
+  at::Tensor part;
+};
+
 class EmulatedLink;
 
 // One communicator over c10d: what Group asks of Gloo (CPU) and NCCL (GPU). Group has checked every argument: tensors are
@@ -31,8 +38,9 @@ class BONFIRE_API Backend {
   virtual ~Backend() = default;
 
   virtual Work all_reduce(at::Tensor tensor, Reduce op) = 0;
-  virtual Work all_gather(at::Tensor output, at::Tensor input) = 0;
-  virtual Work reduce_scatter(at::Tensor output, at::Tensor input, Reduce op) = 0;
+  // All of the transfers, which are at least one and not empty, as one operation.
+  virtual Work all_gather(std::span<const Transfer> transfers) = 0;
+  virtual Work reduce_scatter(std::span<const Transfer> transfers, Reduce op) = 0;
   virtual Work broadcast(at::Tensor tensor, int root) = 0;
   virtual Work reduce(at::Tensor tensor, int root, Reduce op) = 0;
   virtual Work scatter(at::Tensor output, at::Tensor input, int root) = 0;  // input: at the root only

@@ -29,16 +29,6 @@ Work C10dBackend::all_reduce(at::Tensor tensor, Reduce op) {
   return track(backend_->allreduce(tensors, options), tensors);
 }
 
-Work C10dBackend::all_gather(at::Tensor output, at::Tensor input) {
-  return track(backend_->_allgather_base(output, input, {}), {output, input});
-}
-
-Work C10dBackend::reduce_scatter(at::Tensor output, at::Tensor input, Reduce op) {
-  c10d::ReduceScatterOptions options;
-  options.reduceOp = to_c10d(op);
-  return track(backend_->_reduce_scatter_base(output, input, options), {output, input});
-}
-
 Work C10dBackend::broadcast(at::Tensor tensor, int root) {
   std::vector<at::Tensor> tensors{tensor};
   c10d::BroadcastOptions options;

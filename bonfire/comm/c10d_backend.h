@@ -16,8 +16,6 @@ class BONFIRE_API C10dBackend : public Backend {
   explicit C10dBackend(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
 
   Work all_reduce(at::Tensor tensor, Reduce op) override;
-  Work all_gather(at::Tensor output, at::Tensor input) override;
-  Work reduce_scatter(at::Tensor output, at::Tensor input, Reduce op) override;
   Work broadcast(at::Tensor tensor, int root) override;
   Work reduce(at::Tensor tensor, int root, Reduce op) override;
   Work scatter(at::Tensor output, at::Tensor input, int root) override;

@@ -41,6 +41,12 @@ std::pair<Nanoseconds, Nanoseconds> EmulatedLink::take_turn(double seconds) {
   return {start, free_at_};
 }
 
+std::shared_ptr<void> EmulatedLink::on_device(const std::function<std::shared_ptr<void>()>& make) {
+  const std::lock_guard lock(mutex_);
+  if (!on_device_) on_device_ = make();
+  return on_device_;
+}
+
 Work end_with_turn(EmulatedLink& link, double seconds, Work work) {
   const auto [start, end] = link.take_turn(seconds);
   return Work(std::make_shared<TurnState>(std::move(work), start, end));

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -18,11 +20,15 @@ class BONFIRE_API EmulatedLink {
   const Link& link() const { return link_; }
   // Takes the next turn, of the given length: when it begins and ends.
   std::pair<Nanoseconds, Nanoseconds> take_turn(double seconds);
+  // What plays the link's part on a device (a stream of its own), made at the first question. All groups behind the link
+  // get the same.
+  std::shared_ptr<void> on_device(const std::function<std::shared_ptr<void>()>& make);
 
  private:
   Link link_;
   std::mutex mutex_;
   Nanoseconds free_at_ = 0;
+  std::shared_ptr<void> on_device_;
 };
 
 // Work on the host that ends when the collective itself has ended and its turn on the link is over.

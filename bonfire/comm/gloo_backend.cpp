@@ -1,6 +1,8 @@
 #include "bonfire/comm/gloo_backend.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <mutex>
 
 #include <gloo/common/error.h>
@@ -80,6 +82,41 @@ class ReduceScatterState : public Work::State {
   Reduce op_;
 };
 
+// Several collectives that count as one.
+class JoinedState : public Work::State {
+ public:
+  explicit JoinedState(std::vector<Work> works) : works_(std::move(works)) {}
+
+  void wait() override {
+    for (auto& work : works_) work.wait();
+  }
+  bool done() override {
+    return std::all_of(works_.begin(), works_.end(), [](const Work& work) { return work.done(); });
+  }
+  void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
+    struct Times {
+      std::mutex mutex;
+      std::size_t running;
+      Nanoseconds start = std::numeric_limits<Nanoseconds>::max(), end = 0;
+    };
+    auto times = std::make_shared<Times>();
+    times->running = works_.size();
+    for (auto& work : works_)
+      work.state()->on_done([times, callback](Nanoseconds start, Nanoseconds end) {
+        {
+          const std::lock_guard lock(times->mutex);
+          times->start = std::min(times->start, start);
+          times->end = std::max(times->end, end);
+          if (--times->running > 0) return;
+        }
+        callback(times->start, times->end);
+      });
+  }
+
+ private:
+  std::vector<Work> works_;
+};
+
 // Messages that are all posted before any is waited for. Gloo's point-to-point works have no future, so their end is known
 // when they are waited for.
 class BatchState : public Work::State {
@@ -131,10 +168,20 @@ class GlooBackend final : public C10dBackend {
  public:
   using C10dBackend::C10dBackend;
 
-  Work reduce_scatter(at::Tensor output, at::Tensor input, Reduce op) override {
-    auto received = at::empty({backend().getSize(), output.numel()}, input.options());
-    auto exchange = all_to_all(received, input);
-    return Work(std::make_shared<ReduceScatterState>(std::move(exchange), std::move(output), std::move(received), op));
+  // Gloo gathers into memory of its own and copies from there, so a part inside its whole is safe.
+  Work all_gather(std::span<const Transfer> transfers) override {
+    return as_one(transfers, [&](at::Tensor whole, at::Tensor part) {
+      return track(backend()._allgather_base(whole, part, {}), {whole, part});
+    });
+  }
+
+  // The part is written when all of the whole has been sent, so it may lie inside it.
+  Work reduce_scatter(std::span<const Transfer> transfers, Reduce op) override {
+    return as_one(transfers, [&](at::Tensor whole, at::Tensor part) {
+      auto received = at::empty({backend().getSize(), part.numel()}, whole.options());
+      auto exchange = all_to_all(received, std::move(whole));
+      return Work(std::make_shared<ReduceScatterState>(std::move(exchange), std::move(part), std::move(received), op));
+    });
   }
 
   Work batch(std::span<const Message> messages) override {
@@ -156,6 +203,15 @@ class GlooBackend final : public C10dBackend {
  protected:
   Work track(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) override {
     return Work(std::make_shared<GlooState>(std::move(work), std::move(tensors)));
+  }
+
+ private:
+  // All are begun before any is waited for.
+  template <class Begin>
+  static Work as_one(std::span<const Transfer> transfers, const Begin& begin) {
+    std::vector<Work> works;
+    for (const auto& [whole, part] : transfers) works.push_back(begin(whole, part));
+    return works.size() == 1 ? works.front() : Work(std::make_shared<JoinedState>(std::move(works)));
   }
 };
 

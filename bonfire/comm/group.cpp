@@ -1,5 +1,10 @@
 #include "bonfire/comm/group.h"
 
+#include <algorithm>
+#include <cstddef>
+#include <functional>
+#include <utility>
+
 #include <ATen/ops/full.h>
 #include <fmt/ranges.h>
 
@@ -59,10 +64,37 @@ void check_peer(const Group::State& group, CollectiveKind kind, int peer) {
 }
 
 // `whole` holds one part per rank.
-void check_parts(const Group::State& group, CollectiveKind kind, const at::Tensor& whole, const at::Tensor& part) {
+void check_fit(const Group::State& group, CollectiveKind kind, const at::Tensor& whole, const at::Tensor& part) {
   require(whole.scalar_type() == part.scalar_type() && whole.numel() == part.numel() * group.size(),
           "{} over '{}': {} and {} do not fit: one must be {} times the other, of one dtype", name_of(kind), group.name,
           shape_of(whole), shape_of(part), group.size());
+}
+
+// The transfers that move something, all checked.
+std::vector<Transfer> checked(const Group::State& group, CollectiveKind kind, std::span<const Transfer> transfers) {
+  std::vector<Transfer> kept;
+  kept.reserve(transfers.size());
+  for (const auto& [whole, part] : transfers) {
+    check(group, kind, whole);
+    check(group, kind, part);
+    check_fit(group, kind, whole, part);
+    if (part.numel() == 0) continue;
+    const auto* begin = static_cast<const std::byte*>(whole.const_data_ptr());
+    const auto* at = static_cast<const std::byte*>(part.const_data_ptr());
+    const auto own = static_cast<std::ptrdiff_t>(part.nbytes()) * group.rank;
+    require(at == begin + own || std::less_equal<>()(at + part.nbytes(), begin) ||
+                std::less_equal<>()(begin + whole.nbytes(), at),
+            "{} over '{}': {} overlaps {} elsewhere than in slice {}, which is this rank's own", name_of(kind), group.name,
+            shape_of(part), shape_of(whole), group.rank);
+    kept.push_back({whole.view(-1), part.view(-1)});
+  }
+  return kept;
+}
+
+std::int64_t bytes_of(std::span<const Transfer> transfers) {
+  std::int64_t bytes = 0;
+  for (const auto& transfer : transfers) bytes += bytes_of(transfer.whole);
+  return bytes;
 }
 
 // A collective whose waiting is told to the progress board: what a rank spends here it spends on others.
@@ -119,6 +151,16 @@ std::string fingerprint(const Group::State& group, CollectiveKind kind, const at
                         const std::string& detail = {}) {
   if (!group.fingerprints) return {};
   return fmt::format("{} of {}{}{}", name_of(kind), shape_of(tensor), detail.empty() ? "" : ", ", detail);
+}
+
+// The shapes as the caller gave them, so that a single transfer reads like any other collective.
+std::string fingerprint(const Group::State& group, CollectiveKind kind, std::span<const Transfer> transfers,
+                        const std::string& detail = {}) {
+  if (!group.fingerprints) return {};
+  std::vector<std::string> shapes;
+  for (const auto& transfer : transfers)
+    shapes.push_back(shape_of(kind == CollectiveKind::all_gather ? transfer.part : transfer.whole));
+  return fmt::format("{} of {}{}{}", name_of(kind), fmt::join(shapes, " and "), detail.empty() ? "" : ", ", detail);
 }
 
 // Debug mode's messages where receives can be put off: they are compared with what the sender announced when they are
@@ -195,30 +237,40 @@ Work Group::all_reduce(at::Tensor tensor, Reduce op) const {
 }
 
 Work Group::all_gather(at::Tensor output, at::Tensor input) const {
-  constexpr auto kind = CollectiveKind::all_gather;
-  check(*state_, kind, output);
-  check(*state_, kind, input);
-  check_parts(*state_, kind, output, input);
-  if (size() == 1) {
-    output.view(-1).copy_(input.view(-1));
-    return {};
-  }
-  return perform(*state_, kind, bytes_of(output), fingerprint(*state_, kind, input),
-                 [&](Backend& backend) { return backend.all_gather(output.view(-1), input.view(-1)); });
+  const Transfer transfer{std::move(output), std::move(input)};
+  return all_gather({&transfer, 1});
 }
 
 Work Group::reduce_scatter(at::Tensor output, at::Tensor input, Reduce op) const {
-  constexpr auto kind = CollectiveKind::reduce_scatter;
-  check(*state_, kind, output);
-  check(*state_, kind, input);
-  check_parts(*state_, kind, input, output);
-  check_reduction(*state_, kind, input, op);
+  const Transfer transfer{std::move(input), std::move(output)};
+  return reduce_scatter({&transfer, 1}, op);
+}
+
+Work Group::all_gather(std::span<const Transfer> transfers) const {
+  constexpr auto kind = CollectiveKind::all_gather;
+  const auto kept = checked(*state_, kind, transfers);
+  if (kept.empty()) return {};
   if (size() == 1) {
-    output.view(-1).copy_(input.view(-1));
+    for (const auto& [whole, part] : kept)
+      if (whole.const_data_ptr() != part.const_data_ptr()) whole.copy_(part);
     return {};
   }
-  return perform(*state_, kind, bytes_of(input), fingerprint(*state_, kind, input, name_of(op)),
-                 [&](Backend& backend) { return backend.reduce_scatter(output.view(-1), input.view(-1), op); });
+  return perform(*state_, kind, bytes_of(kept), fingerprint(*state_, kind, transfers),
+                 [&](Backend& backend) { return backend.all_gather(kept); });
+}
+
+Work Group::reduce_scatter(std::span<const Transfer> transfers, Reduce op) const {
+  constexpr auto kind = CollectiveKind::reduce_scatter;
+  const auto kept = checked(*state_, kind, transfers);
+  for (const auto& transfer : kept) check_reduction(*state_, kind, transfer.whole, op);
+  if (kept.empty()) return {};
+  if (size() == 1) {
+    for (const auto& [whole, part] : kept)
+      if (whole.const_data_ptr() != part.const_data_ptr()) part.copy_(whole);
+    return {};
+  }
+  return perform(*state_, kind, bytes_of(kept), fingerprint(*state_, kind, transfers, name_of(op)),
+                 [&](Backend& backend) { return backend.reduce_scatter(kept, op); });
 }
 
 Work Group::broadcast(at::Tensor tensor, int root) const {
@@ -247,7 +299,7 @@ Work Group::scatter(at::Tensor output, at::Tensor input, int root) const {
   check_peer(*state_, kind, root);
   if (rank() == root) {
     check(*state_, kind, input);
-    check_parts(*state_, kind, input, output);
+    check_fit(*state_, kind, input, output);
   }
   if (size() == 1) {
     output.view(-1).copy_(input.view(-1));
@@ -263,7 +315,7 @@ Work Group::gather(at::Tensor output, at::Tensor input, int root) const {
   check_peer(*state_, kind, root);
   if (rank() == root) {
     check(*state_, kind, output);
-    check_parts(*state_, kind, output, input);
+    check_fit(*state_, kind, output, input);
   }
   if (size() == 1) {
     output.view(-1).copy_(input.view(-1));
@@ -334,9 +386,11 @@ double Group::max(double value) const {
   return tensor.item<double>();
 }
 
-Group Group::over(const Link& link) const {
+Group Group::over(const Link& link) const { return over(std::make_shared<EmulatedLink>(link)); }
+
+Group Group::over(std::shared_ptr<EmulatedLink> link) const {
   auto state = std::make_shared<State>(*state_);
-  state->link = std::make_shared<EmulatedLink>(link);
+  state->link = std::move(link);
   return Group(std::move(state));
 }
 

@@ -36,10 +36,15 @@ class BONFIRE_API Group {
   const std::vector<int>& world_ranks() const;  // the members, by their number in the World
 
   [[nodiscard]] Work all_reduce(at::Tensor tensor, Reduce op = Reduce::sum) const;
-  // output: size() times the input, in rank order along the first dimension.
+  // output: size() times the input, in rank order along the first dimension. The input may be this rank's own slice of it.
   [[nodiscard]] Work all_gather(at::Tensor output, at::Tensor input) const;
-  // input: size() times the output. Each rank gets the reduction of its part.
+  // input: size() times the output. Each rank gets the reduction of its part. The output may be this rank's own slice of
+  // the input, whose other slices are unspecified afterwards.
   [[nodiscard]] Work reduce_scatter(at::Tensor output, at::Tensor input, Reduce op = Reduce::sum) const;
+  // The same for several pairs as one collective: one launch, one record, one turn on an emulated link. Dtypes may differ
+  // from pair to pair. Nothing but empty tensors is no collective at all.
+  [[nodiscard]] Work all_gather(std::span<const Transfer> transfers) const;
+  [[nodiscard]] Work reduce_scatter(std::span<const Transfer> transfers, Reduce op = Reduce::sum) const;
   [[nodiscard]] Work broadcast(at::Tensor tensor, int root) const;
   // The result is at the root; the tensor's content elsewhere is unspecified afterwards.
   [[nodiscard]] Work reduce(at::Tensor tensor, int root, Reduce op = Reduce::sum) const;
@@ -60,6 +65,8 @@ class BONFIRE_API Group {
   // The same group behind a link of this kind: its collectives complete when such a link would have completed them. They
   // queue on the link one after the other, as on a real one. Affects this handle and its copies.
   [[nodiscard]] Group over(const Link& link) const;
+  // Behind a link that other groups may share: they queue on it together.
+  [[nodiscard]] Group over(std::shared_ptr<EmulatedLink> link) const;
 
   struct State;
   explicit Group(std::shared_ptr<const State> state);

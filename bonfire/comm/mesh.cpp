@@ -1,6 +1,10 @@
 #include "bonfire/comm/mesh.h"
 
+#include <fmt/ranges.h>
+
 #include "bonfire/base/error.h"
+#include "bonfire/comm/communicators.h"
+#include "bonfire/comm/group_state.h"
 #include "bonfire/comm/mesh_state.h"
 
 namespace bonfire {
@@ -20,13 +24,32 @@ int MeshShape::along(Axis axis) const {
 
 const MeshShape& Mesh::shape() const { return state_->shape; }
 const Group& Mesh::group(Axis axis) const { return state_->groups.at(static_cast<std::size_t>(axis)); }
+const Group& Mesh::gathers() const { return state_->gathers; }
 int Mesh::coordinate(Axis axis) const { return group(axis).rank(); }
 
 Mesh Mesh::over(Axis axis, const Link& link) const {
   auto state = std::make_shared<State>(*state_);
+  const auto emulated = std::make_shared<EmulatedLink>(link);
   auto& group = state->groups.at(static_cast<std::size_t>(axis));
-  group = group.over(link);
+  group = group.over(emulated);
+  if (axis == Axis::shard) state->gathers = state->gathers.over(emulated);
   return Mesh(std::move(state));
+}
+
+Group Mesh::shard_subgroup(int ranks) const {
+  const Group& shard = group(Axis::shard);
+  if (ranks < 1 || shard.size() % ranks != 0) {
+    std::vector<int> allowed;
+    for (int divisor = 1; divisor <= shard.size(); ++divisor)
+      if (shard.size() % divisor == 0) allowed.push_back(divisor);
+    fail_config("groups of {} ranks along the shard axis of {}: allowed are its divisors {}", ranks, shard.size(),
+                fmt::join(allowed, ", "));
+  }
+  const auto first = shard.world_ranks().begin() + shard.rank() / ranks * ranks;
+  const Group made = state_->communicators->group(
+      {.axis = Axis::shard, .name = fmt::format("shard groups of {}", ranks), .members = {first, first + ranks}});
+  const auto& link = shard.state().link;
+  return link ? made.over(link) : made;
 }
 
 std::vector<int> ranks_along(const MeshShape& shape, Axis axis, int rank) {

@@ -30,7 +30,14 @@ class BONFIRE_API Mesh {
   int coordinate(Axis axis) const;
   // The ranks along `axis` that share this rank's other coordinates.
   const Group& group(Axis axis) const;
-  // The same mesh with the given axis behind an emulated link.
+  // The shard axis once more, over a communicator of its own: gathers neither queue behind the reductions of group(shard),
+  // nor need they be issued in one order with them.
+  const Group& gathers() const;
+  // The `ranks` consecutive members of the shard axis to which this rank belongs, over a communicator of their own.
+  // Collective for each size, the first time. Throws ConfigError where `ranks` does not divide the axis.
+  Group shard_subgroup(int ranks) const;
+  // The same mesh with the given axis behind an emulated link. All groups of one axis share the link: they queue on it
+  // together, in the order in which their collectives are issued.
   [[nodiscard]] Mesh over(Axis axis, const Link& link) const;
 
   struct State;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <memory>
 #include <vector>
 
 #include "bonfire/comm/group.h"
@@ -8,11 +9,15 @@
 
 namespace bonfire {
 
+class Communicators;
+
 inline constexpr std::size_t axis_count = static_cast<std::size_t>(Axis::world) + 1;
 
 struct Mesh::State {
   MeshShape shape;
   std::array<Group, axis_count> groups;
+  Group gathers;
+  std::shared_ptr<Communicators> communicators;
 };
 
 // World ranks that differ from `rank` along `axis` only, in order. `data` and `world` span several axes.

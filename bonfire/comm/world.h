@@ -44,7 +44,7 @@ class BONFIRE_API World {
   // Inside an existing program that has a store. Collective.
   static World from_store(c10::intrusive_ptr<c10d::Store> store, int rank, int size, WorldOptions options = {});
   // Inside an existing program that has a Gloo process group: collectives of all ranks go over it. Axes of a mesh that hold
-  // fewer ranks connect through the store. Collective.
+  // fewer ranks, and gathers, connect through the store. Collective.
   static World from_process_group(c10::intrusive_ptr<c10d::Backend> process_group, c10::intrusive_ptr<c10d::Store> store,
                                   WorldOptions options = {});
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <map>
 #include <mutex>
 #include <utility>
 
@@ -169,6 +168,18 @@ class NcclBackend final : public C10dBackend {
   NcclBackend(const NcclBackend&) = delete;
   NcclBackend& operator=(const NcclBackend&) = delete;
 
+  // NCCL works in place where the part is this rank's own slice of the whole.
+  Work all_gather(std::span<const Transfer> transfers) override {
+    return as_one(transfers, [&](at::Tensor whole, at::Tensor part) { return nccl_->_allgather_base(whole, part, {}); });
+  }
+
+  Work reduce_scatter(std::span<const Transfer> transfers, Reduce op) override {
+    c10d::ReduceScatterOptions options;
+    options.reduceOp = to_c10d(op);
+    return as_one(transfers,
+                  [&](at::Tensor whole, at::Tensor part) { return nccl_->_reduce_scatter_base(part, whole, options); });
+  }
+
   Work batch(std::span<const Message> messages) override {
     std::vector<at::Tensor> tensors;
     nccl_->startCoalescing();
@@ -191,7 +202,9 @@ class NcclBackend final : public C10dBackend {
   }
 
   Work over(EmulatedLink& link, double seconds, Work work) override {
-    return Work(std::make_shared<LinkedState>(std::move(work), stream_of(link), std::llround(seconds * 1e9)));
+    auto stream = link.on_device([this] { return std::make_shared<OwnStream>(device_); });
+    return Work(std::make_shared<LinkedState>(std::move(work), std::static_pointer_cast<const OwnStream>(std::move(stream)),
+                                              std::llround(seconds * 1e9)));
   }
 
   bool ordered() const override { return true; }
@@ -204,19 +217,21 @@ class NcclBackend final : public C10dBackend {
   }
 
  private:
-  std::shared_ptr<const OwnStream> stream_of(const EmulatedLink& link) {
-    const std::lock_guard lock(mutex_);
-    auto& stream = links_[&link];
-    if (!stream) stream = std::make_shared<OwnStream>(device_);
-    return stream;
+  // One launch, however many they are.
+  template <class Begin>
+  Work as_one(std::span<const Transfer> transfers, const Begin& begin) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& transfer : transfers) tensors.insert(tensors.end(), {transfer.whole, transfer.part});
+    if (transfers.size() == 1) return track(begin(transfers[0].whole, transfers[0].part), std::move(tensors));
+    nccl_->startCoalescing();
+    for (const auto& transfer : transfers) begin(transfer.whole, transfer.part);
+    return track(nccl_->endCoalescing(), std::move(tensors));
   }
 
   c10::intrusive_ptr<c10d::ProcessGroupNCCL> nccl_;
   c10::Device device_;
   std::string name_;
   std::shared_ptr<const Stopwatch> stopwatch_;
-  std::mutex mutex_;
-  std::map<const EmulatedLink*, std::shared_ptr<const OwnStream>> links_;
 };
 
 }  // namespace

@@ -4,8 +4,14 @@
 
 #include <set>
 
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+
 #include "bonfire/base/error.h"
 #include "bonfire/comm/mesh_state.h"
+#include "bonfire/comm/progress.h"
+#include "bonfire/comm/recorder.h"
 #include "tests/support/ranks.h"
 
 namespace bonfire {
@@ -46,6 +52,83 @@ TEST(Mesh, GroupsReduceAlongTheirAxisOnly) {
     EXPECT_EQ(mesh.group(Axis::replicate).sum(world.rank()), world.rank() % 2 == 0 ? 2 : 4);
     EXPECT_EQ(mesh.group(Axis::data).sum(world.rank()), 6);
     EXPECT_EQ(mesh.group(Axis::tensor).sum(world.rank()), world.rank());
+  });
+}
+
+// Two ranks that issue gathers and reductions in another order than each other: over one communicator they would meet in
+// different collectives.
+TEST(Mesh, GathersAreInNoOrderWithReductions) {
+  testing::run_ranks(4, [](World& world) {
+    const Mesh mesh = world.mesh({.replicate = 2, .shard = 2});
+    const Group& shard = mesh.group(Axis::shard);
+    const Group& gathers = mesh.gathers();
+    EXPECT_EQ(gathers.axis(), Axis::shard);
+    EXPECT_EQ(gathers.name(), "shard gathers");
+    EXPECT_EQ(gathers.world_ranks(), shard.world_ranks());
+    for (int round = 0; round < 10; ++round) {
+      auto whole = at::zeros({200}), part = at::full({100}, world.rank() + round, at::kFloat), sum = at::ones({50});
+      Work gather, reduction;
+      if (shard.rank() == 0) gather = gathers.all_gather(whole, part);
+      reduction = shard.all_reduce(sum);
+      if (shard.rank() == 1) gather = gathers.all_gather(whole, part);
+      gather.wait();
+      reduction.wait();
+      EXPECT_EQ(sum[0].item<float>(), 2);
+      const int first = shard.world_ranks()[0];
+      EXPECT_EQ(whole.sum().item<float>(), 100 * (first + round) + 100 * (first + 1 + round));
+    }
+  });
+}
+
+TEST(Mesh, GathersAreCountedForThemselves) {
+  testing::run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh({.shard = 2});
+    world.recorder().start();
+    mesh.group(Axis::shard).barrier().wait();
+    mesh.gathers().all_gather(at::zeros({2}), at::zeros({1})).wait();
+    const auto records = world.recorder().records();
+    ASSERT_EQ(records.size(), 2u);
+    EXPECT_EQ(records[1].what, (Collective{CollectiveKind::all_gather, Axis::shard, 8}));
+    EXPECT_EQ(records[1].group, "shard gathers");
+    EXPECT_EQ(records[1].sequence, 1);
+    bool own_lane = false;
+    for (const auto& lane : world.progress()->snapshot().lanes)
+      own_lane |= lane.group == "shard gathers" && lane.collective.begun == 1;
+    EXPECT_TRUE(own_lane);
+    // A second mesh of the same shape goes on where the first one is.
+    (void)world.mesh({.shard = 2}).gathers().barrier();
+    EXPECT_EQ(world.recorder().records().back().sequence, 2);
+  });
+}
+
+TEST(Mesh, SubgroupsAreNeighboursAlongTheShardAxis) {
+  testing::run_ranks(4, [](World& world) {
+    const Mesh mesh = world.mesh({.shard = 4});
+    for (const int ranks : {2, 1, 4, 2}) {
+      const Group group = mesh.shard_subgroup(ranks);
+      EXPECT_EQ(group.size(), ranks);
+      EXPECT_EQ(group.rank(), world.rank() % ranks);
+      EXPECT_EQ(group.axis(), Axis::shard);
+      EXPECT_EQ(group.name(), "shard groups of " + std::to_string(ranks));
+      const int first = world.rank() / ranks * ranks;
+      EXPECT_EQ(group.sum(world.rank()), ranks * first + ranks * (ranks - 1) / 2);
+    }
+    for (const int ranks : {3, 0, -2, 8}) {
+      try {
+        (void)mesh.shard_subgroup(ranks);
+        ADD_FAILURE() << ranks;
+      } catch (const ConfigError& error) {
+        EXPECT_NE(std::string(error.what()).find("allowed are its divisors 1, 2, 4"), std::string::npos) << error.what();
+      }
+    }
+  });
+}
+
+TEST(Mesh, SubgroupsFollowTheOtherAxes) {
+  testing::run_ranks(8, [](World& world) {
+    const Mesh mesh = world.mesh({.shard = 4, .tensor = 2});
+    const int rank = world.rank(), first = rank / 4 * 4 + rank % 2;
+    EXPECT_EQ(mesh.shard_subgroup(2).world_ranks(), (std::vector<int>{first, first + 2}));
   });
 }
 

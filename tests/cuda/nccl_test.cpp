@@ -101,6 +101,101 @@ TEST_P(Nccl, EveryCollectiveInEveryDtype) {
   });
 }
 
+// Several transfers of different dtypes are one collective; parts may be slices of their wholes.
+TEST_P(Nccl, TransfersAreOneCollectiveAlsoInPlace) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  run_gpu_ranks(ranks(), [&](World& world) {
+    const Group& group = world.group();
+    const int rank = group.rank(), size = group.size();
+    const std::vector<std::pair<std::int64_t, at::ScalarType>> kinds{
+        {7, at::kFloat}, {300, at::kBFloat16}, {0, at::kFloat}, {1, at::kDouble}, {100'000, at::kHalf}};
+    for (const bool in_place : {false, true}) {
+      SCOPED_TRACE(in_place);
+      std::vector<Transfer> gathers, reductions;
+      std::int64_t bytes = 0;
+      for (const auto& [part, dtype] : kinds) {
+        const auto options = at::TensorOptions().dtype(dtype).device(world.device());
+        const auto part_of = [&, part = part](const at::Tensor& whole) {
+          return in_place ? whole.narrow(0, rank * part, part) : at::empty({part}, whole.options());
+        };
+        auto whole = at::zeros({part * size}, options);
+        gathers.push_back({whole, part_of(whole)});
+        gathers.back().part.copy_(value(rank, part, options));
+        whole = value(rank, part * size, options);
+        reductions.push_back({whole, part_of(whole)});
+        bytes += static_cast<std::int64_t>(whole.nbytes());
+      }
+      world.recorder().clear();
+      world.recorder().start();
+      Work gather = group.all_gather(gathers), reduction = group.reduce_scatter(reductions);
+      gather.wait();
+      reduction.wait();
+      wait_for_gpu(world.device());
+      world.recorder().stop();
+      for (std::size_t at = 0; at < kinds.size(); ++at) {
+        const auto& [part, dtype] = kinds[at];
+        SCOPED_TRACE(c10::toString(dtype));
+        const auto options = at::TensorOptions().dtype(dtype);
+        std::vector<at::Tensor> each;
+        auto sum = at::zeros({part * size}, at::kDouble);
+        for (int other = 0; other < size; ++other) {
+          each.push_back(value(other, part, options));
+          sum += value(other, part * size, options).to(at::kDouble);
+        }
+        expect_equal(gathers[at].whole, at::cat(each));
+        expect_equal(reductions[at].part, sum.narrow(0, rank * part, part).to(dtype));
+      }
+      const std::vector<Collective> want{{CollectiveKind::all_gather, Axis::world, bytes},
+                                         {CollectiveKind::reduce_scatter, Axis::world, bytes}};
+      EXPECT_EQ(world.recorder().collectives(), want);
+    }
+  });
+}
+
+TEST_P(Nccl, GathersAndSubgroupsHaveTheirOwnCommunicators) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  run_gpu_ranks(ranks(), [&](World& world) {
+    const Mesh mesh = world.mesh({.shard = ranks()});
+    const auto options = at::TensorOptions().device(world.device());
+    auto whole = at::zeros({ranks() * 100}, options), sum = at::ones({50}, options);
+    const auto part = at::full({100}, world.rank() + 1.0, options);
+    // NCCL connects the ranks at the first collective of a kind, on the host, where all must come in one order.
+    Work gather = mesh.gathers().all_gather(whole, part), reduction = mesh.group(Axis::shard).all_reduce(sum);
+    gather.wait();
+    reduction.wait();
+    sum.fill_(1);
+    // Every other rank issues them in the other order.
+    if (world.rank() % 2 == 0) gather = mesh.gathers().all_gather(whole, part);
+    reduction = mesh.group(Axis::shard).all_reduce(sum);
+    if (world.rank() % 2 == 1) gather = mesh.gathers().all_gather(whole, part);
+    gather.wait();
+    reduction.wait();
+    EXPECT_EQ(whole.sum().item<float>(), 100 * ranks() * (ranks() + 1) / 2);
+    EXPECT_EQ(sum[0].item<float>(), ranks());
+    const int first = world.rank() / 2 * 2;
+    EXPECT_EQ(mesh.shard_subgroup(2).sum(world.rank()), first + first + 1);
+  });
+}
+
+// Two groups, two communicators, one link.
+TEST_P(Nccl, AllGroupsOfTheShardAxisQueueOnOneLink) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  run_gpu_ranks(ranks(), [&](World& world) {
+    const auto options = at::TensorOptions().device(world.device());
+    const Mesh fast = world.mesh({.shard = ranks()});
+    const Mesh mesh = fast.over(Axis::shard, {.latency_seconds = 0.05, .bytes_per_second = 0});
+    auto a = at::ones({1000}, options), b = at::ones({1000}, options);
+    fast.gathers().barrier().wait();
+    wait_for_gpu(world.device());
+    const Nanoseconds begin = now_ns();
+    Work first = mesh.group(Axis::shard).all_reduce(a), second = mesh.gathers().all_reduce(b);
+    second.wait();
+    wait_for_gpu(world.device());
+    EXPECT_GE(now_ns() - begin, 99'000'000);
+    first.wait();
+  });
+}
+
 TEST_P(Nccl, MeshGroupsReduceAlongTheirAxis) {
   BONFIRE_SKIP_WITHOUT_GPU();
   if (ranks() != 4) GTEST_SKIP() << "needs four ranks";

@@ -1,0 +1,56 @@
+#include "bonfire/comm/communicators.h"
+
+#include <algorithm>
+
+#include <fmt/ranges.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "bonfire/comm/cuda_plugin.h"
+#include "bonfire/comm/gloo_backend.h"
+#include "bonfire/comm/group_state.h"
+
+namespace bonfire {
+
+Communicators::Communicators(c10::intrusive_ptr<c10d::Store> store, int rank, WorldOptions options)
+    : store_(std::move(store)), rank_(rank), options_(std::move(options)) {}
+
+void Communicators::adopt(std::vector<int> members, std::shared_ptr<Backend> communicator) {
+  backends_[{std::string(), std::move(members)}] = std::move(communicator);
+}
+
+std::shared_ptr<Backend> Communicators::connect(const std::string& meeting, const Group::State& group) const {
+  auto store = c10::make_intrusive<c10d::PrefixStore>(meeting, store_);
+  if (options_.device.is_cuda())
+    return require_cuda_plugin().make_nccl(std::move(store), group.rank, group.size(),
+                                           {.name = group.name, .device = options_.device, .timeout = options_.timeout});
+  return make_gloo_backend(
+      std::move(store),
+      {.rank = group.rank, .size = group.size(), .timeout = options_.timeout, .address = options_.address});
+}
+
+Group Communicators::group(const GroupSpec& spec) {
+  if (const auto known = groups_.find(spec); known != groups_.end()) return known->second;
+  const auto& members = spec.members;
+  auto state = std::make_shared<Group::State>();
+  state->axis = spec.axis;
+  state->name = spec.name.empty() ? name_of(spec.axis) : spec.name;
+  state->world_ranks = members;
+  state->device = options_.device;
+  state->rank = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
+  if (members.size() > 1) {
+    auto& backend = backends_[{spec.name, members}];
+    if (!backend)
+      backend =
+          connect(fmt::format("group {}{}{}", spec.name, spec.name.empty() ? "" : " ", fmt::join(members, ",")), *state);
+    state->backend = backend;
+    state->recorder = recorder_;
+    state->progress = progress_;
+    state->lane = &progress_->lane(state->name, members);
+    if (options_.debug)
+      state->fingerprints = std::make_shared<FingerprintBoard>(
+          store_, fmt::format("{} {}", state->name, fmt::join(members, ",")), members, state->rank, options_.timeout);
+  }
+  return groups_.emplace(spec, Group(std::move(state))).first->second;
+}
+
+}  // namespace bonfire
