@@ -10,8 +10,15 @@ namespace {
 
 thread_local ObserveUnits* innermost = nullptr;
 
+}  // namespace
+
+UnitSeam::~UnitSeam() = default;
+
+std::string UnitSeam::type_name() const { return short_type_name(marked_type()); }
+
 // "a::Outer<b::C>::BlockImpl" is "Block".
-std::string short_name(const std::string& name) {
+std::string short_type_name(const std::type_info& type) {
+  const std::string name = c10::demangle(type.name());
   std::size_t begin = 0;
   int depth = 0;
   for (std::size_t at = 0; at < name.size(); ++at) {
@@ -27,12 +34,6 @@ std::string short_name(const std::string& name) {
     last.erase(end - impl.size(), impl.size());
   return last;
 }
-
-}  // namespace
-
-UnitSeam::~UnitSeam() = default;
-
-std::string UnitSeam::type_name() const { return short_name(c10::demangle(marked_type().name())); }
 
 UnitSeam* unit_of(torch::nn::Module& module) { return dynamic_cast<UnitSeam*>(&module); }
 

@@ -48,8 +48,7 @@ class BONFIRE_API UnitSeam {
   virtual torch::nn::Module& module() = 0;
   // The type that was marked, without its seam.
   virtual const std::type_info& marked_type() const = 0;
-  // Its name as users write it, without namespace and Impl: "Block".
-  std::string type_name() const;
+  std::string type_name() const;  // its short name
 
   UnitHooks* hooks() const { return hooks_; }
   // The hooks must outlive the module, or be taken off with nullptr.
@@ -63,6 +62,9 @@ class BONFIRE_API UnitSeam {
   UnitHooks* hooks_ = nullptr;
   std::shared_ptr<void> prepared_;
 };
+
+// A module's type as users write it, without namespace and Impl: "Block".
+BONFIRE_API std::string short_type_name(const std::type_info& type);
 
 // The Unit that `module` is, or nullptr.
 BONFIRE_API UnitSeam* unit_of(torch::nn::Module& module);

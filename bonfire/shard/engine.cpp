@@ -1,6 +1,7 @@
 #include "bonfire/shard/engine.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 #include <unordered_map>
 #include <utility>
@@ -119,15 +120,20 @@ Engine::State::State(const Mesh& mesh_, torch::nn::Module& module, ShardOptions 
   const Group& replicas = mesh.group(Axis::replicate);
   reduction = options.hook ? options.hook : make_reduction(replicas, options.reduction);
 
-  const auto groups = groups_of(module);
-  for (std::size_t group = 0; group < groups.size(); ++group) {
-    group_names.push_back(groups[group].name);
-    for (const auto& member : groups[group].members) {
+  for (const auto& unit : groups_of(module)) {
+    std::map<at::ScalarType, std::size_t> parts;  // a flat parameter has one dtype
+    for (const auto& member : unit.members) {
       // There is one place for a hook, and taking it from its owner would silence that one.
       require(!torch::autograd::impl::post_acc_grad_hooks(member.parameter),
               "parameter '{}' has a gradient hook already: of another Engine, or of yours", member.name);
+      for (const auto& tied : member.tied)
+        if (!tied.parameter.is_same(member.parameter))
+          fail_config("parameters '{}' and '{}' are two tensors over the same memory: register one tensor twice instead",
+                      member.name, tied.name);
+      const auto [part, fresh] = parts.try_emplace(member.parameter.scalar_type(), group_names.size());
+      if (fresh) group_names.push_back(unit.name);
       parameters.push_back(
-          {member.name, member.parameter, group, member.parameter.scalar_type(), member.parameter.requires_grad()});
+          {member.name, member.parameter, part->second, member.parameter.scalar_type(), member.parameter.requires_grad()});
     }
   }
   for (const auto& buffer : module.buffers())
@@ -149,7 +155,7 @@ Engine::State::State(const Mesh& mesh_, torch::nn::Module& module, ShardOptions 
   }
 
   // Until the first backward has shown better: the reverse of the order of registration.
-  std::vector<std::size_t> reversed(groups.size());
+  std::vector<std::size_t> reversed(group_names.size());
   std::iota(reversed.rbegin(), reversed.rend(), std::size_t{0});
   lay_out(reversed, true);
 
