@@ -1,10 +1,14 @@
 #include "bonfire/nn/sequential.h"
 
+#include <sstream>
+
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/serialize/input-archive.h>
+#include <torch/serialize/output-archive.h>
 
 namespace bonfire {
 namespace {
@@ -108,6 +112,27 @@ TEST(Sequential, ChildThatIsCalledTwiceIsOneUnit) {
   unit_of(*shared, *sequence)->set_hooks(&recorder);
   sequence->forward(at::ones({1, 2}));
   EXPECT_EQ(recorder.order, std::vector<torch::nn::Module*>(2, shared.get()));
+}
+
+// What goes through the list of children finds the children themselves.
+TEST(Sequential, WrappedChildrenAreReachedAsBefore) {
+  torch::nn::Sequential sequence(Linear(2, 3), ReLU(), Linear(3, 2)), plain(Linear(2, 3), ReLU(), Linear(3, 2));
+  wrap_children(sequence);
+  int linears = 0;
+  sequence->apply([&](torch::nn::Module& module) { linears += module.as<Linear>() != nullptr; });
+  EXPECT_EQ(linears, 2);
+  sequence->to(at::kDouble);
+  plain->to(at::kDouble);
+  const Tensor x = at::randn({4, 2}, at::kDouble);
+
+  std::stringstream file;
+  torch::serialize::OutputArchive saved;
+  sequence->save(saved);
+  saved.save_to(file);
+  torch::serialize::InputArchive loaded;
+  loaded.load_from(file);
+  plain->load(loaded);
+  EXPECT_TRUE(sequence->forward(x).equal(plain->forward(x)));
 }
 
 TEST(Sequential, SeamsAnnounceThemselves) {
