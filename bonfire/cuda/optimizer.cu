@@ -1,11 +1,6 @@
 #include "bonfire/cuda/optimizer.h"
 
-#include <algorithm>
-#include <cstddef>
-#include <initializer_list>
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "bonfire/cuda/device.cuh"
 
 namespace bonfire::cuda {
 namespace {
@@ -13,25 +8,26 @@ namespace {
 constexpr int threads = 256;
 constexpr int width = 4;  // elements that a thread moves at once
 
-template <class T>
-struct alignas(sizeof(T) * width) Pack {
-  T at[width];
-};
+// Writes `count` values, which lie `count` elements aligned, as type L.
+template <class L, int count, class C>
+__device__ void store_as(void* low, std::int64_t index, const Pack<C, count>& values) {
+  Pack<L, count> out;
+#pragma unroll
+  for (int j = 0; j < count; ++j) out.at[j] = store<L>(static_cast<compute_t<L>>(values.at[j]));
+  pack_at<L, count>(static_cast<L*>(low), index) = out;
+}
 
-__device__ float load(float x) { return x; }
-__device__ double load(double x) { return x; }
-__device__ float load(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ float load(__half x) { return __half2float(x); }
-
-template <class C>
-__device__ void store_low(void* low, Element type, std::int64_t at, C value) {
+template <int count, class C>
+__device__ void store_low(void* low, Element type, std::int64_t index, const Pack<C, count>& values) {
   switch (type) {
-    case Element::f32: static_cast<float*>(low)[at] = static_cast<float>(value); break;
-    case Element::f64: static_cast<double*>(low)[at] = static_cast<double>(value); break;
-    case Element::bf16: static_cast<__nv_bfloat16*>(low)[at] = __float2bfloat16_rn(static_cast<float>(value)); break;
-    case Element::f16: static_cast<__half*>(low)[at] = __float2half_rn(static_cast<float>(value)); break;
+    case Element::f32: return store_as<float>(low, index, values);
+    case Element::f64: return store_as<double>(low, index, values);
+    case Element::bf16: return store_as<__nv_bfloat16>(low, index, values);
+    case Element::f16: return store_as<__half>(low, index, values);
   }
 }
+
+std::size_t size_of(Element type) { return type == Element::f64 ? 8 : type == Element::f32 ? 4 : 2; }
 
 template <class C>
 struct AdamBuffersOf {
@@ -64,23 +60,21 @@ __global__ void adam_kernel(AdamBuffersOf<C> b, const G* g, void* low, Element l
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   for (std::int64_t i = first; i < packs; i += stride) {
-    Pack<C> p = reinterpret_cast<Pack<C>*>(b.p)[i], m = reinterpret_cast<Pack<C>*>(b.m)[i],
-            v = reinterpret_cast<Pack<C>*>(b.v)[i];
-    Pack<C> top{};
-    if (b.top) top = reinterpret_cast<Pack<C>*>(b.top)[i];
-    const Pack<G> gradients = reinterpret_cast<const Pack<G>*>(g)[i];
-    for (int j = 0; j < width; ++j) {
+    Pack<C, width> p = pack_at<C, width>(b.p, i), m = pack_at<C, width>(b.m, i), v = pack_at<C, width>(b.v, i), top{};
+    if (b.top) top = pack_at<C, width>(b.top, i);
+    const Pack<G, width> gradients = pack_at<G, width>(g, i);
+#pragma unroll
+    for (int j = 0; j < width; ++j)
       adam_one<C>(p.at[j], static_cast<C>(load(gradients.at[j])), m.at[j], v.at[j], b.top ? &top.at[j] : nullptr, k);
-      if (low) store_low(low, low_type, i * width + j, p.at[j]);
-    }
-    reinterpret_cast<Pack<C>*>(b.p)[i] = p;
-    reinterpret_cast<Pack<C>*>(b.m)[i] = m;
-    reinterpret_cast<Pack<C>*>(b.v)[i] = v;
-    if (b.top) reinterpret_cast<Pack<C>*>(b.top)[i] = top;
+    pack_at<C, width>(b.p, i) = p;
+    pack_at<C, width>(b.m, i) = m;
+    pack_at<C, width>(b.v, i) = v;
+    if (b.top) pack_at<C, width>(b.top, i) = top;
+    if (low) store_low(low, low_type, i, p);
   }
   for (std::int64_t i = packs * width + first; i < n; i += stride) {
     adam_one<C>(b.p[i], static_cast<C>(load(g[i])), b.m[i], b.v[i], b.top ? b.top + i : nullptr, k);
-    if (low) store_low(low, low_type, i, b.p[i]);
+    if (low) store_low(low, low_type, i, Pack<C, 1>{b.p[i]});
   }
 }
 
@@ -104,7 +98,7 @@ __global__ void sgd_kernel(C* p, const G* g, C* momentum, void* low, Element low
       direction = k.ahead * gradient + k.weight * moved;
     }
     p[i] -= k.lr * direction;
-    if (low) store_low(low, low_type, i, p[i]);
+    if (low) store_low(low, low_type, i, Pack<C, 1>{p[i]});
   }
 }
 
@@ -118,11 +112,22 @@ __device__ double sum_of_block(double value) {
   return sums[0];
 }
 
-template <class T>
+// Packs of `wide` elements, then the rest one by one.
+template <class T, int wide>
 __global__ void squares_kernel(const T* data, std::int64_t n, double* sums) {
-  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x, packs = n / wide;
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   double sum = 0;
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += stride) {
+#pragma unroll 4
+  for (std::int64_t i = first; i < packs; i += stride) {
+    const Pack<T, wide> values = pack_at<T, wide>(data, i);
+#pragma unroll
+    for (int j = 0; j < wide; ++j) {
+      const double value = load(values.at[j]);
+      sum += value * value;
+    }
+  }
+  for (std::int64_t i = packs * wide + first; i < n; i += stride) {
     const double value = load(data[i]);
     sum += value * value;
   }
@@ -139,21 +144,6 @@ __global__ void sum_kernel(const double* sums, int n, double* result) {
 
 int blocks_for(std::int64_t work) {
   return static_cast<int>(std::min<std::int64_t>(std::max<std::int64_t>((work + threads - 1) / threads, 1), 8192));
-}
-
-bool aligned(std::initializer_list<const void*> pointers, std::size_t bytes) {
-  return std::all_of(pointers.begin(), pointers.end(),
-                     [&](const void* p) { return reinterpret_cast<std::uintptr_t>(p) % bytes == 0; });
-}
-
-template <class Body>
-void with_type(Element type, const Body& body) {
-  switch (type) {
-    case Element::f32: return body(float{});
-    case Element::f64: return body(double{});
-    case Element::bf16: return body(__nv_bfloat16{});
-    case Element::f16: return body(__half{});
-  }
 }
 
 template <class Body>
@@ -179,7 +169,9 @@ void launch_adam(const StepMemory& memory, const AdamMemory& state, const AdamNu
         static_cast<C>(numbers.eps)};
     const AdamBuffersOf<C> b{static_cast<C*>(memory.parameters), static_cast<C*>(state.exp_avg),
                              static_cast<C*>(state.exp_avg_sq), static_cast<C*>(state.max_exp_avg_sq)};
-    const bool packed = aligned({b.p, b.m, b.v, b.top}, sizeof(Pack<C>)) && aligned({memory.gradients}, sizeof(Pack<G>));
+    const bool packed = aligned({b.p, b.m, b.v, b.top}, sizeof(Pack<C, width>)) &&
+                        aligned({memory.gradients}, sizeof(Pack<G, width>)) &&
+                        aligned({memory.low_precision}, width * size_of(memory.low));
     const std::int64_t packs = packed ? memory.elements / width : 0;
     adam_kernel<C, G><<<blocks_for(packed ? packs : memory.elements), threads, 0, stream>>>(
         b, static_cast<const G*>(memory.gradients), memory.low_precision, memory.low, memory.scale, memory.elements, packs,
@@ -205,7 +197,15 @@ void launch_sum_of_squares(const void* data, Element type, std::int64_t elements
                            cudaStream_t stream) {
   const int blocks = std::min(blocks_for(elements), sum_of_squares_scratch);
   with_type(type, [&](auto t) {
-    squares_kernel<<<blocks, threads, 0, stream>>>(static_cast<const decltype(t)*>(data), elements, scratch);
+    using T = decltype(t);
+    const auto run = [&](auto wide) {
+      squares_kernel<T, decltype(wide)::value>
+          <<<blocks, threads, 0, stream>>>(static_cast<const T*>(data), elements, scratch);
+    };
+    if (aligned({data}, 16))
+      run(std::integral_constant<int, full_width<T>>{});
+    else
+      run(std::integral_constant<int, 1>{});
   });
   sum_kernel<<<1, threads, 0, stream>>>(scratch, blocks, result);
 }

@@ -2,11 +2,9 @@
 
 #include <cstdint>
 
-#include <cuda_runtime_api.h>
+#include "bonfire/cuda/element.h"
 
 namespace bonfire::cuda {
-
-enum class Element { f32, f64, bf16, f16 };
 
 // What the launchers of optimizer steps get: device memory, as bonfire/kernels/optimizer.h describes it. `compute` is the
 // type of parameters and state, f32 or f64.
@@ -43,7 +41,7 @@ void launch_sgd(const StepMemory& memory, void* momentum, const SgdNumbers& numb
 
 // Elements of `scratch` that launch_sum_of_squares needs.
 inline constexpr int sum_of_squares_scratch = 1024;
-// In an order that depends on nothing but the number of elements.
+// In an order that depends on nothing but the number of elements and whether they are aligned to 16 bytes.
 void launch_sum_of_squares(const void* data, Element type, std::int64_t elements, double* scratch, double* result,
                            cudaStream_t stream);
 

@@ -9,24 +9,14 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
-#include "bonfire/base/error.h"
 #include "bonfire/cuda/optimizer.h"
+#include "bonfire/cuda/tensor_memory.h"
 
 namespace bonfire::cuda {
 namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-
-Element element_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat: return Element::f32;
-    case at::kDouble: return Element::f64;
-    case at::kBFloat16: return Element::bf16;
-    case at::kHalf: return Element::f16;
-    default: fail("an optimizer step knows fp32, fp64, bf16 and fp16, not {}", c10::toString(tensor.scalar_type()));
-  }
-}
 
 // The one element that scales gradients, as the kernels read it. It must outlive the launch only: memory that is freed
 // afterwards is reused on the same stream.

@@ -1,6 +1,8 @@
 #include "bonfire/kernels/attention.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 
 #include "bonfire/base/error.h"
@@ -20,6 +22,16 @@ struct AttentionNode : BackwardNode {
   }
 };
 
+// Shapes that cuDNN's attention takes, forward and backward.
+bool suits_cudnn(const Tensor& q, const Tensor& k) {
+  const bool narrow = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
+  return q.is_cuda() && narrow && q.size(3) % 8 == 0 && q.size(3) <= 128 && q.size(2) == k.size(2) && q.size(2) > 1 &&
+         !at::globalContext().deterministicAlgorithms();
+}
+
+// [batch, heads, sequence, size] to [batch, sequence, heads * size].
+Tensor as_rows(const Tensor& heads) { return heads.transpose(1, 2).reshape({heads.size(0), heads.size(2), -1}); }
+
 bool suits_own(const Tensor& x) { return x.is_cpu() && x.scalar_type() == at::kFloat; }
 
 }  // namespace
@@ -30,11 +42,17 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Attent
           q.dim() == 4 ? q.size(1) : 0, k.dim() == 4 ? k.size(1) : 0);
   const bool own =
       shape.causal && cpu::prefers_own_gemm() && suits_own(q) && suits_own(k) && suits_own(v) && q.size(2) == k.size(2);
+  if (suits_cudnn(q, k)) {
+    const bool trained = torch::autograd::compute_requires_grad(q, k, v);
+    try {
+      return as_rows(std::get<0>(at::_scaled_dot_product_cudnn_attention(q, k, v, {}, trained, 0.0, shape.causal)));
+    } catch (const c10::Error&) {
+      // A version of cuDNN, or a GPU, that does not take it: torch chooses below.
+    }
+  }
   if (!own) {
     const bool grouped = q.size(1) != k.size(1);
-    return at::scaled_dot_product_attention(q, k, v, {}, 0.0, shape.causal, std::nullopt, grouped)
-        .transpose(1, 2)
-        .reshape({q.size(0), q.size(2), -1});
+    return as_rows(at::scaled_dot_product_attention(q, k, v, {}, 0.0, shape.causal, std::nullopt, grouped));
   }
   const Tensor dense_q = q.contiguous(), dense_k = k.contiguous(), dense_v = v.contiguous();
   auto node = make_node<AttentionNode>(dense_q, dense_k, dense_v);

@@ -12,7 +12,9 @@ struct AttentionShape {
 
 // softmax(q k^T / sqrt(head_dim)) v for q [batch, heads, sequence, head_dim] and k, v [batch, kv_heads, sequence, head_dim];
 // kv_heads divides heads. The result is [batch, sequence, heads * head_dim], as the product behind it reads it. Torch's
-// kernels, except causal attention in fp32 on processors where ours are faster.
+// kernels (on GPUs cuDNN's where it knows the shape, otherwise torch's choice), except causal attention in fp32 on
+// processors where ours are faster. Backward on a GPU in bf16 and fp16 adds in an order that varies, unless torch is told to
+// use deterministic algorithms (at::globalContext().setDeterministicAlgorithms), which takes other kernels.
 BONFIRE_API at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionShape& shape);
 
 namespace cpu {

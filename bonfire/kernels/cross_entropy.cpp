@@ -1,9 +1,10 @@
 #include "bonfire/kernels/cross_entropy.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/log_softmax.h>
-#include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/where.h>
 #include <torch/library.h>
@@ -152,12 +153,15 @@ Loss reduce(const Tensor& losses, const Tensor& target, const CrossEntropyOption
   return {sum.div(count).to(type), count.reciprocal().to(type)};
 }
 
+// What the gradients of a loss are multiplied by.
+Tensor factor_of(const Tensor& gradient, const Tensor& scale) { return scale.defined() ? gradient.mul(scale) : gradient; }
+
 struct CrossEntropyNode : BackwardNode {
   std::vector<std::int64_t> sizes;
 
   torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
     const Tensor gradient = saved(0), scale = saved(1);
-    const Tensor factor = scale.defined() ? gradients[0].mul(scale) : gradients[0];
+    const Tensor factor = factor_of(gradients[0], scale);
     return {gradient.mul(factor.to(gradient.scalar_type())).view(sizes)};
   }
 };
@@ -169,7 +173,7 @@ struct LinearCrossEntropyNode : BackwardNode {
   torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
     const Tensor gradient = saved(0), scale = saved(1), x = saved(2), weight = saved(3);
     // The factor goes onto the narrow sides of the two products, never over the logits.
-    const Tensor factor = scale.defined() ? gradients[0].mul(scale) : gradients[0];
+    const Tensor factor = factor_of(gradients[0], scale);
     Tensor dx, d_weight;
     if (task_should_compute_output(0)) {
       dx = product(gradient, weight).mul_(factor).view(sizes);
@@ -178,6 +182,33 @@ struct LinearCrossEntropyNode : BackwardNode {
       d_weight =
           weight_gradient(gradient, x.mul(factor).to(x.scalar_type()), {.sink = sink.get(), .type = weight.scalar_type()});
     return {dx, d_weight};
+  }
+};
+
+// Where forward has made both gradients, up to the factor.
+struct ChunkedNode : BackwardNode {
+  std::vector<std::int64_t> sizes;
+  std::shared_ptr<GradientSink> sink;
+  at::ScalarType weight_type = at::kFloat;
+
+  torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
+    const Tensor dx = saved(0), scale = saved(1), d_weight = saved(2);
+    const Tensor factor = factor_of(gradients[0], scale);
+    torch::autograd::variable_list out(2);
+    if (task_should_compute_output(0)) out[0] = dx.mul(factor).view(sizes);
+    if (!task_should_compute_output(1)) return out;
+    if (!sink) {
+      out[1] = d_weight.mul(factor).to(weight_type);
+      return out;
+    }
+    bool fresh = false;
+    Tensor buffer = sink->buffer(fresh);
+    if (fresh)
+      at::mul_out(buffer, d_weight, factor);
+    else
+      buffer.addcmul_(d_weight, factor);
+    sink->arrived();
+    return out;
   }
 };
 
@@ -212,17 +243,15 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& given_target, const Cro
   return loss.value;
 }
 
-Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& given_target,
-                            const LinearCrossEntropyOptions& options) {
-  require(given_target.numel() * x.size(-1) == x.numel(), "linear_cross_entropy: {} rows, {} targets",
-          x.numel() / std::max<std::int64_t>(1, x.size(-1)), given_target.numel());
+namespace {
+
+Tensor whole(const Tensor& x, const Tensor& weight, const Tensor& target, const LinearCrossEntropyOptions& options) {
   auto node = make_node<LinearCrossEntropyNode>(x, weight);
   Loss loss;
   Tensor logits, rows;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     rows = x.reshape({-1, x.size(-1)});
-    const Tensor target = flat_target(given_target);
     logits = product(rows, weight.t());
     const auto ignore = options.loss.ignore_index;
     const Tensor losses = node ? BONFIRE_OPERATOR("bonfire::cross_entropy_", Gradients).call(logits, target, ignore)
@@ -235,6 +264,50 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
   node->sink = options.weight_sink;
   torch::autograd::set_history(loss.value, node);
   return loss.value;
+}
+
+Tensor chunked(const Tensor& x, const Tensor& weight, const Tensor& target, const LinearCrossEntropyOptions& options) {
+  auto node = make_node<ChunkedNode>(x, weight);
+  const bool needs_x = node && x.requires_grad(), needs_weight = node && weight.requires_grad();
+  Loss loss;
+  Tensor dx, d_weight;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const Tensor rows = x.reshape({-1, x.size(-1)});
+    if (needs_x) dx = at::empty(rows.sizes(), rows.options());
+    if (needs_weight) d_weight = at::empty(weight.sizes(), weight.options().dtype(loss_type(x)));
+    const std::int64_t count = rows.size(0), row_bytes = weight.size(0) * static_cast<std::int64_t>(x.element_size());
+    const std::int64_t chunk = std::max<std::int64_t>(1, options.most_logit_bytes / row_bytes);
+    const auto ignore = options.loss.ignore_index;
+    std::vector<Tensor> losses;
+    for (std::int64_t begin = 0; begin < count; begin += chunk) {
+      const std::int64_t size = std::min(chunk, count - begin);
+      const Tensor part = rows.narrow(0, begin, size), wanted = target.narrow(0, begin, size);
+      const Tensor logits = product(part, weight.t());
+      losses.push_back(node ? BONFIRE_OPERATOR("bonfire::cross_entropy_", Gradients).call(logits, wanted, ignore)
+                            : BONFIRE_OPERATOR("bonfire::cross_entropy", Losses).call(logits, wanted, ignore));
+      if (needs_x) product_into(dx.narrow(0, begin, size), logits, weight, Writing::overwrite);
+      if (needs_weight) product_into(d_weight, logits.t(), part, begin == 0 ? Writing::overwrite : Writing::add);
+    }
+    loss = reduce(at::cat(losses), target, options.loss, loss_type(x));
+  }
+  if (!node) return loss.value;
+  for (const Tensor& tensor : {dx, loss.scale, d_weight}) node->save(tensor);
+  node->sizes = x.sizes().vec();
+  node->sink = options.weight_sink;
+  node->weight_type = weight.scalar_type();
+  torch::autograd::set_history(loss.value, node);
+  return loss.value;
+}
+
+}  // namespace
+
+Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
+                            const LinearCrossEntropyOptions& options) {
+  require(target.numel() * x.size(-1) == x.numel(), "linear_cross_entropy: {} rows, {} targets",
+          x.numel() / std::max<std::int64_t>(1, x.size(-1)), target.numel());
+  const std::int64_t bytes = target.numel() * weight.size(0) * static_cast<std::int64_t>(x.element_size());
+  return (bytes > options.most_logit_bytes ? chunked : whole)(x, weight, flat_target(target), options);
 }
 
 TORCH_LIBRARY_IMPL(bonfire, CPU, m) {

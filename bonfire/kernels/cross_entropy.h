@@ -21,10 +21,13 @@ BONFIRE_API at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor&
 struct LinearCrossEntropyOptions {
   CrossEntropyOptions loss{};
   std::shared_ptr<GradientSink> weight_sink{};
+  std::int64_t most_logit_bytes = std::int64_t{1} << 30;
 };
 
 // cross_entropy(x weight^T, target), which holds the logits once: their gradient takes their place while a row is in the
-// cache, so that softmax and its backward are one pass.
+// cache, so that softmax and its backward are one pass. Where the logits would take more than `most_logit_bytes`, they are
+// made, used and dropped in chunks of rows: the gradients of x and the weight are then made in forward, and backward only
+// multiplies them by the gradient of the loss.
 BONFIRE_API at::Tensor linear_cross_entropy(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& target,
                                             const LinearCrossEntropyOptions& options);
 

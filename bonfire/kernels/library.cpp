@@ -8,8 +8,18 @@ TORCH_LIBRARY(bonfire, m) {
   m.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor normed, Tensor sum, Tensor rstd)");
   m.def("rms_norm_backward(Tensor d_normed, Tensor? d_sum, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)");
 
+  m.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor normed, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_backward(Tensor d_normed, Tensor? d_stream, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> "
+      "(Tensor, "
+      "Tensor, Tensor)");
+
+  // a b + bias + residual; and `out` = a b, plus what `out` holds where `accumulate`. `out` may be fp32 for narrower inputs.
+  m.def("product(Tensor a, Tensor b, Tensor? bias, Tensor? residual) -> Tensor");
+  m.def("product_into_(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()");
+
   // [batch, sequence, (heads + 2 kv_heads) * head_dim] to three [batch, heads, sequence, head_dim], q and k rotated, and
-  // back.
+  // back. How the three lie in memory is up to the device.
   m.def("split_qkv(Tensor qkv, Tensor? cosine, Tensor? sine, int heads, int kv_heads) -> (Tensor, Tensor, Tensor)");
   m.def("merge_qkv(Tensor q, Tensor k, Tensor v, Tensor? cosine, Tensor? sine) -> Tensor");
 

@@ -28,7 +28,7 @@ using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 using TwoTensors = std::tuple<Tensor, Tensor>;
 
 template <class T>
-BONFIRE_INLINE void forward_row(const T* __restrict x, const T* __restrict residual, const T* __restrict weight,
+BONFIRE_INLINE void forward_row(const T* __restrict x, const T* __restrict residual, const compute_t<T>* __restrict weight,
                                 T* __restrict sum, T* __restrict y, compute_t<T>* rstd, std::int64_t n, double eps) {
   using C = compute_t<T>;
   C squares = 0;
@@ -47,36 +47,37 @@ BONFIRE_INLINE void forward_row(const T* __restrict x, const T* __restrict resid
   const C scale = C(1) / std::sqrt(squares / static_cast<C>(n) + static_cast<C>(eps));
   *rstd = scale;
 #pragma omp simd
-  for (std::int64_t i = 0; i < n; ++i) y[i] = store<T>(load(x[i]) * scale * load(weight[i]));
+  for (std::int64_t i = 0; i < n; ++i) y[i] = store<T>(load(x[i]) * scale * weight[i]);
 }
 
 // Adds this row's part of the weight's gradient to `dw`.
 template <class T>
 BONFIRE_INLINE void backward_row(const T* __restrict dy, const T* __restrict dsum, const T* __restrict x,
-                                 const T* __restrict weight, compute_t<T> rstd, T* __restrict dx,
+                                 const compute_t<T>* __restrict weight, compute_t<T> rstd, T* __restrict dx,
                                  compute_t<T>* __restrict dw, std::int64_t n) {
   using C = compute_t<T>;
   C dot = 0;
 #pragma omp simd reduction(+ : dot)
   for (std::int64_t i = 0; i < n; ++i) {
     const C scaled = load(x[i]) * rstd, d = load(dy[i]);
-    dot += d * load(weight[i]) * scaled;
+    dot += d * weight[i] * scaled;
     dw[i] += d * scaled;
   }
   const C mean = dot / static_cast<C>(n);
   if (dsum) {
 #pragma omp simd
     for (std::int64_t i = 0; i < n; ++i)
-      dx[i] = store<T>(load(dsum[i]) + rstd * (load(dy[i]) * load(weight[i]) - load(x[i]) * rstd * mean));
+      dx[i] = store<T>(load(dsum[i]) + rstd * (load(dy[i]) * weight[i] - load(x[i]) * rstd * mean));
   } else {
 #pragma omp simd
-    for (std::int64_t i = 0; i < n; ++i) dx[i] = store<T>(rstd * (load(dy[i]) * load(weight[i]) - load(x[i]) * rstd * mean));
+    for (std::int64_t i = 0; i < n; ++i) dx[i] = store<T>(rstd * (load(dy[i]) * weight[i] - load(x[i]) * rstd * mean));
   }
 }
 
 template <class T>
 struct ForwardArguments {
-  const T *x, *residual, *weight;
+  const T *x, *residual;
+  const compute_t<T>* weight;
   T *sum, *y;
   compute_t<T>* rstd;
   std::int64_t columns;
@@ -85,8 +86,8 @@ struct ForwardArguments {
 
 template <class T>
 struct BackwardArguments {
-  const T *dy, *dsum, *x, *weight;
-  const compute_t<T>* rstd;
+  const T *dy, *dsum, *x;
+  const compute_t<T>*weight, *rstd;
   T* dx;
   std::int64_t columns;
 };
@@ -125,7 +126,7 @@ BONFIRE_NORM_KERNELS(c10::Half)
 at::ScalarType statistics_type(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
 ThreeTensors rms_norm_cpu(const Tensor& given, const OptionalTensor& residual, const Tensor& given_weight, double eps) {
-  const Tensor x = given.contiguous(), weight = given_weight.to(x.scalar_type());
+  const Tensor x = given.contiguous(), weight = given_weight.to(statistics_type(x)).contiguous();
   const Tensor other = residual ? residual->contiguous() : Tensor();
   const std::int64_t columns = x.size(-1), rows = columns ? x.numel() / columns : 0;
   Tensor y = at::empty_like(x), sum = residual ? at::empty_like(x) : at::empty({0}, x.options());
@@ -134,7 +135,7 @@ ThreeTensors rms_norm_cpu(const Tensor& given, const OptionalTensor& residual, c
     using T = decltype(t);
     const ForwardArguments<T> arguments{.x = x.const_data_ptr<T>(),
                                         .residual = other.defined() ? other.const_data_ptr<T>() : nullptr,
-                                        .weight = weight.const_data_ptr<T>(),
+                                        .weight = weight.const_data_ptr<compute_t<T>>(),
                                         .sum = sum.data_ptr<T>(),
                                         .y = y.data_ptr<T>(),
                                         .rstd = rstd.data_ptr<compute_t<T>>(),
@@ -148,7 +149,7 @@ ThreeTensors rms_norm_cpu(const Tensor& given, const OptionalTensor& residual, c
 
 TwoTensors rms_norm_backward_cpu(const Tensor& d_normed, const OptionalTensor& d_sum, const Tensor& given,
                                  const Tensor& given_weight, const Tensor& rstd) {
-  const Tensor x = given.contiguous(), weight = given_weight.to(x.scalar_type());
+  const Tensor x = given.contiguous(), weight = given_weight.to(statistics_type(x)).contiguous();
   const Tensor dy = d_normed.contiguous(), ds = d_sum ? d_sum->contiguous() : Tensor();
   const std::int64_t columns = x.size(-1), rows = columns ? x.numel() / columns : 0;
   // Parts of a fixed number of rows, so that the sum does not depend on the number of threads.
@@ -160,7 +161,7 @@ TwoTensors rms_norm_backward_cpu(const Tensor& d_normed, const OptionalTensor& d
     const BackwardArguments<T> arguments{.dy = dy.const_data_ptr<T>(),
                                          .dsum = ds.defined() ? ds.const_data_ptr<T>() : nullptr,
                                          .x = x.const_data_ptr<T>(),
-                                         .weight = weight.const_data_ptr<T>(),
+                                         .weight = weight.const_data_ptr<compute_t<T>>(),
                                          .rstd = rstd.const_data_ptr<compute_t<T>>(),
                                          .dx = dx.data_ptr<T>(),
                                          .columns = columns};
@@ -192,6 +193,27 @@ TwoTensors rms_norm_backward_composite(const Tensor& d_normed, const OptionalTen
   return {dx.to(x.scalar_type()), d.mul(scaled).view({-1, x.size(-1)}).sum(0)};
 }
 
+// Torch's kernels. A weight of another type than x's meets it in the wider one.
+ThreeTensors layer_norm_composite(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
+  const auto type = c10::promoteTypes(x.scalar_type(), weight.scalar_type());
+  auto [normed, mean, rstd] = at::native_layer_norm(x.to(type), {x.size(-1)}, weight.to(type), bias.to(type), eps);
+  return {normed.to(x.scalar_type()), mean, rstd};
+}
+
+ThreeTensors layer_norm_backward_composite(const Tensor& d_normed, const OptionalTensor& d_stream, const Tensor& x,
+                                           const Tensor& given_weight, const Tensor& mean, const Tensor& rstd) {
+  const auto type = c10::promoteTypes(x.scalar_type(), given_weight.scalar_type());
+  const Tensor weight = given_weight.to(type);
+  // Of the bias only whether there is one matters.
+  auto [dx, dw, db] = at::native_layer_norm_backward(d_normed.to(type), x.to(type), {x.size(-1)}, mean, rstd, weight, weight,
+                                                     {true, true, true});
+  if (d_stream) dx.add_(*d_stream);
+  return {dx.to(x.scalar_type()), dw, db};
+}
+
+using LayerNorm = ThreeTensors(const Tensor&, const Tensor&, const Tensor&, double);
+using LayerNormBackward = ThreeTensors(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
+                                       const Tensor&);
 using RmsNorm = ThreeTensors(const Tensor&, const OptionalTensor&, const Tensor&, double);
 using RmsNormBackward = TwoTensors(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&);
 
@@ -249,14 +271,13 @@ struct LayerNormNode : BackwardNode {
   std::shared_ptr<GradientSink> weight_sink, bias_sink;
 
   torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
-    const Tensor x = saved(0), weight = saved(1), bias = saved(2);
+    const Tensor x = saved(0), weight = saved(1);
     const Tensor dy = gradients[0].defined() ? gradients[0] : at::zeros(x.sizes(), x.options());
-    const std::int64_t columns = x.size(-1);
-    auto [dx, dw, db] = at::native_layer_norm_backward(dy, x, {columns}, saved(3), saved(4), weight, bias,
-                                                       {true, task_should_compute_output(1), task_should_compute_output(2)});
-    if (gradients.size() > 1 && gradients[1].defined()) dx.add_(gradients[1]);
-    return {dx, dw.defined() ? parameter_gradient(weight_sink, dw, weight) : Tensor(),
-            db.defined() ? parameter_gradient(bias_sink, db, bias) : Tensor()};
+    const OptionalTensor ds = gradients.size() > 1 && gradients[1].defined() ? OptionalTensor(gradients[1]) : std::nullopt;
+    auto [dx, dw, db] = BONFIRE_OPERATOR("bonfire::layer_norm_backward", LayerNormBackward)
+                            .call(dy, ds, x, weight, /*mean=*/saved(2), /*rstd=*/saved(3));
+    return {dx, task_should_compute_output(1) ? parameter_gradient(weight_sink, dw, weight) : Tensor(),
+            task_should_compute_output(2) ? parameter_gradient(bias_sink, db, weight) : Tensor()};
   }
 };
 
@@ -267,11 +288,11 @@ NormedStream layer_norm_node(const Tensor& x, const Tensor& weight, const Tensor
   Tensor mean, rstd;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(out.normed, mean, rstd) = at::native_layer_norm(x, {x.size(-1)}, weight, bias, options.eps);
+    std::tie(out.normed, mean, rstd) = BONFIRE_OPERATOR("bonfire::layer_norm", LayerNorm).call(x, weight, bias, options.eps);
     if (keep_stream) out.stream = x.tensor_data();
   }
   if (!node) return out;
-  for (const Tensor& tensor : {x, weight, bias, mean, rstd}) node->save(tensor);
+  for (const Tensor& tensor : {x, weight, mean, rstd}) node->save(tensor);
   node->weight_sink = options.weight_sink;
   node->bias_sink = options.bias_sink;
   torch::autograd::set_history(out.normed, node);
@@ -303,6 +324,8 @@ TORCH_LIBRARY_IMPL(bonfire, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
+  m.impl("layer_norm", layer_norm_composite);
+  m.impl("layer_norm_backward", layer_norm_backward_composite);
   m.impl("rms_norm", rms_norm_composite);
   m.impl("rms_norm_backward", rms_norm_backward_composite);
 }

@@ -4,15 +4,18 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <torch/library.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/kernels/backward_node.h"
 #include "bonfire/kernels/gemm.h"
+#include "bonfire/kernels/operator.h"
 
 namespace bonfire {
 namespace {
 
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 bool is_dense_float(const Tensor& x) { return x.is_cpu() && x.scalar_type() == at::kFloat && x.stride(-1) == 1; }
 
@@ -40,6 +43,35 @@ void own_gemm(const Tensor& out, const Tensor& a, const Tensor& b, const Tensor&
                  .addend_row = addend.defined() && addend.dim() == 2 ? addend.stride(0) : 0});
 }
 
+Tensor product_composite(const Tensor& a, const Tensor& b, const OptionalTensor& bias, const OptionalTensor& residual) {
+  if (!residual) return bias ? at::addmm(*bias, a, b) : at::mm(a, b);
+  const Tensor out = at::addmm(*residual, a, b);
+  return bias ? out.add(*bias) : out;
+}
+
+Tensor product_cpu(const Tensor& a, const Tensor& b, const OptionalTensor& bias, const OptionalTensor& residual) {
+  const auto suits = [](const OptionalTensor& x) { return !x || is_dense_float(*x); };
+  if (!suits_own_gemm(a, b) || !suits(bias) || !suits(residual)) return product_composite(a, b, bias, residual);
+  Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
+  own_gemm(out, a, b, residual ? *residual : bias ? *bias : Tensor());
+  return residual && bias ? out.add_(*bias) : out;
+}
+
+void product_into_composite(Tensor out, const Tensor& a, const Tensor& b, bool accumulate) {
+  const bool same = out.scalar_type() == a.scalar_type();
+  if (accumulate)
+    same ? out.addmm_(a, b) : out.add_(at::mm(a, b));
+  else
+    same ? at::mm_out(out, a, b) : out.copy_(at::mm(a, b));
+}
+
+void product_into_cpu(Tensor out, const Tensor& a, const Tensor& b, bool accumulate) {
+  if (is_dense_float(out) && suits_own_gemm(a, b))
+    own_gemm(out, a, b, accumulate ? out : Tensor());
+  else
+    product_into_composite(out, a, b, accumulate);
+}
+
 struct LinearNode : BackwardNode {
   std::vector<std::int64_t> sizes;  // of x
   std::shared_ptr<GradientSink> weight_sink, bias_sink;
@@ -55,7 +87,7 @@ struct LinearNode : BackwardNode {
     if (task_should_compute_output(1))
       out[1] = weight_gradient(dy, x, {.sink = weight_sink.get(), .type = weight.scalar_type()});
     if (with_bias && task_should_compute_output(2)) {
-      const Tensor d_bias = dy.sum(0);
+      const Tensor d_bias = dy.sum(0, false, dy.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
       if (bias_sink)
         deliver(*bias_sink, d_bias);
       else
@@ -68,32 +100,23 @@ struct LinearNode : BackwardNode {
 
 }  // namespace
 
-Tensor product(const Tensor& a, const Tensor& b, const Tensor& addend) {
-  if (suits_own_gemm(a, b) && (!addend.defined() || is_dense_float(addend))) {
-    Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
-    own_gemm(out, a, b, addend);
-    return out;
-  }
-  return addend.defined() ? at::addmm(addend, a, b) : at::mm(a, b);
+Tensor product(const Tensor& a, const Tensor& b, const Addends& addends) {
+  const auto optional = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
+  return BONFIRE_OPERATOR("bonfire::product",
+                          Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&))
+      .call(a, b, optional(addends.bias), optional(addends.residual));
+}
+
+void product_into(const Tensor& out, const Tensor& a, const Tensor& b, Writing writing) {
+  BONFIRE_OPERATOR("bonfire::product_into_", void(Tensor, const Tensor&, const Tensor&, bool))
+      .call(out, a, b, writing == Writing::add);
 }
 
 Tensor weight_gradient(const Tensor& dy, const Tensor& x, const WeightGradientOptions& options) {
   if (!options.sink) return product(dy.t(), x).to(options.type);
   bool fresh = false;
-  Tensor buffer = options.sink->buffer(fresh);
-  if (buffer.scalar_type() != dy.scalar_type()) {
-    const Tensor gradient = product(dy.t(), x);
-    if (fresh)
-      buffer.copy_(gradient);
-    else
-      buffer.add_(gradient);
-  } else if (is_dense_float(buffer) && suits_own_gemm(dy.t(), x)) {
-    own_gemm(buffer, dy.t(), x, fresh ? Tensor() : buffer);
-  } else if (fresh) {
-    at::mm_out(buffer, dy.t(), x);
-  } else {
-    buffer.addmm_(dy.t(), x);
-  }
+  const Tensor buffer = options.sink->buffer(fresh);
+  product_into(buffer, dy.t(), x, fresh ? Writing::overwrite : Writing::add);
   options.sink->arrived();
   return {};
 }
@@ -119,14 +142,9 @@ Tensor linear(const Tensor& x, const Tensor& weight, const LinearOptions& option
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     rows = x.reshape({-1, weight.size(1)});
-    if (with_residual) {
-      out = product(rows, weight.t(), options.residual.reshape({-1, weight.size(0)}));
-      if (with_bias) out.add_(options.bias);
-    } else if (with_bias) {
-      out = product(rows, weight.t(), options.bias);
-    } else {
-      out = product(rows, weight.t());
-    }
+    out = product(
+        rows, weight.t(),
+        {.bias = options.bias, .residual = with_residual ? options.residual.reshape({-1, weight.size(0)}) : Tensor()});
     out = out.view(sizes);
   }
   if (!node) return out;
@@ -140,6 +158,16 @@ Tensor linear(const Tensor& x, const Tensor& weight, const LinearOptions& option
   if (with_bias) node->bias_type = options.bias.scalar_type();
   torch::autograd::set_history(out, node);
   return out;
+}
+
+TORCH_LIBRARY_IMPL(bonfire, CPU, m) {
+  m.impl("product", product_cpu);
+  m.impl("product_into_", product_into_cpu);
+}
+
+TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
+  m.impl("product", product_composite);
+  m.impl("product_into_", product_into_composite);
 }
 
 }  // namespace bonfire

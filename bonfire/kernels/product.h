@@ -11,8 +11,17 @@
 // Matrix products of layers, forward and backward.
 namespace bonfire {
 
-// a b for matrices, outside autograd; plus the addend, [rows, columns] or [columns], where there is one.
-at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend = {});
+struct Addends {
+  at::Tensor bias{};      // [columns]
+  at::Tensor residual{};  // [rows, columns]
+};
+
+// a b for matrices, outside autograd; plus the addends where there are any.
+at::Tensor product(const at::Tensor& a, const at::Tensor& b, const Addends& addends = {});
+
+// out = a b, or out += a b; `out` may be fp32 for narrower inputs, which are then summed without rounding.
+enum class Writing { overwrite, add };
+void product_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, Writing writing);
 
 struct WeightGradientOptions {
   GradientSink* sink = nullptr;

@@ -29,8 +29,8 @@ struct QkvLayout {
 };
 
 // Cuts the packed product [batch, sequence, (heads + 2 kv_heads) * head_dim] into q, k and v, each [batch, its heads,
-// sequence, head_dim] and contiguous, and rotates q and k in the half-rotation order of Hugging Face: element i turns with
-// element i + head_dim / 2. Backward turns back and packs in one pass.
+// sequence, head_dim] (on the CPU contiguous), and rotates q and k in the half-rotation order of Hugging Face: element i
+// turns with element i + head_dim / 2. Backward turns back and packs in one pass.
 BONFIRE_API std::tuple<at::Tensor, at::Tensor, at::Tensor> split_qkv(const at::Tensor& qkv, const QkvLayout& layout);
 
 }  // namespace bonfire

@@ -49,6 +49,37 @@ TEST(Composite, RmsNorm) {
   }
 }
 
+TEST(Composite, Products) {
+  using Product = Tensor(const Tensor&, const Tensor&, const Optional&, const Optional&);
+  using Into = void(Tensor, const Tensor&, const Tensor&, bool);
+  const Tensor a = random({5, 7}), b = random({7, 3}), out = random({5, 3});
+  for (const Optional& bias : {Optional(), Optional(random({3}))})
+    for (const Optional& residual : {Optional(), Optional(random({5, 3}))})
+      for (const auto& [left, right, extra, rest] :
+           {std::tuple(a, b, bias, residual),
+            std::tuple(a.to(at::kFloat), b.to(at::kFloat), bias ? Optional(bias->to(at::kFloat)) : Optional(),
+                       residual ? Optional(residual->to(at::kFloat)) : Optional())}) {
+        Tensor want = at::matmul(left, right);
+        if (extra) want = want + *extra;
+        if (rest) want = want + *rest;
+        EXPECT_TRUE(at::allclose(composite<Product>("bonfire::product", left, right, extra, rest), want, 1e-5, 1e-6));
+        EXPECT_TRUE(at::allclose(kernel<Product>("bonfire::product", left, right, extra, rest), want, 1e-5, 1e-6));
+      }
+  for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
+    for (const bool accumulate : {false, true}) {
+      const Tensor left = a.to(type), right = b.to(type);
+      const auto wide = type == at::kBFloat16 ? at::kFloat : type;
+      Tensor first = out.to(wide).clone(), second = first.clone();
+      composite<Into>("bonfire::product_into_", first, left, right, accumulate);
+      kernel<Into>("bonfire::product_into_", second, left, right, accumulate);
+      Tensor want = at::matmul(left.to(at::kDouble), right.to(at::kDouble));
+      if (accumulate) want = want + out.to(wide);
+      const double tolerance = type == at::kBFloat16 ? 2e-2 : 1e-5;
+      EXPECT_TRUE(at::allclose(first.to(at::kDouble), want, tolerance, tolerance));
+      EXPECT_TRUE(at::allclose(second.to(at::kDouble), want, tolerance, tolerance));
+    }
+}
+
 TEST(Composite, Qkv) {
   using Split =
       std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Optional&, const Optional&, std::int64_t, std::int64_t);

@@ -1,11 +1,7 @@
 #include <gtest/gtest.h>
 
-#include <functional>
-#include <vector>
-
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <ATen/core/grad_mode.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/kernels/activation.h"
@@ -17,70 +13,31 @@
 #include "bonfire/kernels/norm.h"
 #include "bonfire/kernels/product.h"
 #include "bonfire/kernels/qkv.h"
+#include "tests/support/kernel_check.h"
 
 // Each kernel, forward and backward, against the same function of torch's operators in double.
 namespace bonfire {
 namespace {
 
 using at::Tensor;
-using Tensors = std::vector<Tensor>;
-using Function = std::function<Tensors(const Tensors&)>;
+using bonfire::testing::expect_follows;
+using bonfire::testing::Function;
+using bonfire::testing::Tensors;
 
 constexpr at::ScalarType kTypes[] = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf};
 
-double tolerance_of(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble: return 1e-13;
-    case at::kFloat: return 5e-6;
-    case at::kHalf: return 4e-3;
-    default: return 3e-2;
-  }
-}
-
-// Gradients of a random weighted sum of the outputs.
-std::pair<Tensors, Tensors> run(const Function& function, const Tensors& inputs, const Tensors& weights) {
-  const Tensors outputs = function(inputs);
-  Tensor total = at::zeros({}, at::kDouble);
-  for (std::size_t i = 0; i < outputs.size(); ++i)
-    total = total + (outputs[i].to(at::kDouble) * weights[i].to(outputs[i].scalar_type()).to(at::kDouble)).sum();
-  total.backward();
-  Tensors gradients;
-  for (const Tensor& input : inputs) gradients.push_back(input.grad());
-  return {outputs, gradients};
-}
-
 void expect_equal(const Function& ours, const Function& reference, const Tensors& given, at::ScalarType type) {
-  Tensors rounded, wide;
-  for (const Tensor& x : given) {
-    rounded.push_back(x.to(type).clone().set_requires_grad(true));
-    wide.push_back(rounded.back().detach().to(at::kDouble).clone().set_requires_grad(true));
-  }
-  Tensors weights;
-  {
-    at::NoGradGuard no_grad;
-    for (const Tensor& out : reference(wide)) weights.push_back(at::randn_like(out).to(type).to(at::kDouble));
-  }
-  const auto [expected, expected_gradients] = run(reference, wide, weights);
-  const auto [actual, gradients] = run(ours, rounded, weights);
-  const auto compare = [&](const Tensor& a, const Tensor& b, const char* what, std::size_t i) {
-    ASSERT_TRUE(a.defined() && b.defined()) << what << " " << i;
-    ASSERT_EQ(a.sizes(), b.sizes()) << what << " " << i;
-    const double scale = b.numel() ? std::max(1.0, b.abs().max().item<double>()) : 1;
-    const double error = b.numel() ? (a.to(at::kDouble) - b).abs().max().item<double>() : 0;
-    EXPECT_LE(error, tolerance_of(type) * scale) << what << " " << i << " in " << c10::toString(type);
-  };
-  for (std::size_t i = 0; i < expected.size(); ++i) compare(actual[i], expected[i], "output", i);
-  for (std::size_t i = 0; i < given.size(); ++i) compare(gradients[i], expected_gradients[i], "gradient", i);
+  expect_follows(ours, reference, given, {.type = type});
 }
 
-class Kernels : public testing::TestWithParam<at::ScalarType> {
+class Kernels : public ::testing::TestWithParam<at::ScalarType> {
  protected:
   void SetUp() override {
     at::manual_seed(5);
     at::set_num_threads(1);
   }
 };
-INSTANTIATE_TEST_SUITE_P(Types, Kernels, testing::ValuesIn(kTypes),
+INSTANTIATE_TEST_SUITE_P(Types, Kernels, ::testing::ValuesIn(kTypes),
                          [](const auto& info) { return std::string(c10::toString(info.param)); });
 
 Tensor reference_rms_norm(const Tensor& x, const Tensor& weight) {
@@ -114,6 +71,35 @@ TEST_P(Kernels, RmsNorm) {
             },
             inputs, GetParam());
     }
+}
+
+// Weights that stay in fp32 are used as they are: rounding them would cost more than fp32's tolerance.
+TEST(Norms, TakeAWeightInFp32BesideNarrowInputs) {
+  at::manual_seed(5);
+  for (const auto type : {at::kBFloat16, at::kHalf}) {
+    const Tensor x = at::randn({9, 40}), weight = at::randn({40}), bias = at::randn({40});
+    expect_follows(
+        [](const Tensors& t) {
+          auto [normed, stream] = rms_norm_stream(t[0], {}, t[1], {});
+          return Tensors{normed, stream};
+        },
+        [](const Tensors& t) {
+          return Tensors{reference_rms_norm(t[0], t[1]), t[0] * 1};
+        },
+        {x, weight}, {.type = type, .kept_fp32 = {1}});
+    expect_follows(
+        [](const Tensors& t) {
+          auto [normed, stream] = layer_norm_stream(t[0], t[1], t[2], {});
+          return Tensors{normed, stream};
+        },
+        [](const Tensors& t) {
+          return Tensors{at::layer_norm(t[0], {40}, t[1], t[2], 1e-5), t[0] * 1};
+        },
+        {x, weight, bias}, {.type = type, .kept_fp32 = {1, 2}});
+    // One row whose norm is exact: what is left is the rounding of the result, so the weight was not rounded before.
+    const Tensor ones = at::ones({1, 40}, type), exact = bonfire::rms_norm(ones, weight, {.eps = 0});
+    EXPECT_TRUE(exact.equal(weight.view({1, 40}).to(type)));
+  }
 }
 
 TEST_P(Kernels, LayerNorm) {
@@ -228,6 +214,7 @@ TEST_P(Kernels, Linear) {
 TEST_P(Kernels, CrossEntropy) {
   for (const std::int64_t classes : {2, 31, 1000})
     for (const bool mean : {false, true}) {
+      const auto row_bytes = classes * static_cast<std::int64_t>(c10::elementSize(GetParam()));
       Tensor target = at::randint(classes, {2, 7}, at::kLong);
       target[0][3] = -100;
       const auto reference = [=](const Tensor& logits) {
@@ -243,6 +230,15 @@ TEST_P(Kernels, CrossEntropy) {
             },
             [=](const Tensors& t) { return Tensors{reference(at::linear(t[0], t[1]))}; },
             {at::randn({2, 7, 12}), at::randn({classes, 12})}, GetParam());
+      // Chunks of five, of one and of no row's worth of memory.
+      for (const auto bytes : {5 * row_bytes, row_bytes, std::int64_t{1}})
+        expect_equal(
+            [=](const Tensors& t) {
+              return Tensors{
+                  bonfire::linear_cross_entropy(t[0], t[1], target, {.loss = {.mean = mean}, .most_logit_bytes = bytes})};
+            },
+            [=](const Tensors& t) { return Tensors{reference(at::linear(t[0], t[1]))}; },
+            {at::randn({2, 7, 12}), at::randn({classes, 12}) / 4}, GetParam());
     }
 }
 

@@ -1,0 +1,108 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "bonfire/cuda/element.h"
+
+// What kernels share: the types that they compute in, loads and stores of several elements at once, and sums over warps.
+namespace bonfire::cuda {
+
+// Doubles compute in double, everything else in float.
+template <class T>
+struct Compute {
+  using type = float;
+};
+template <>
+struct Compute<double> {
+  using type = double;
+};
+template <class T>
+using compute_t = typename Compute<T>::type;
+
+__device__ inline float load(float x) { return x; }
+__device__ inline double load(double x) { return x; }
+__device__ inline float load(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float load(__half x) { return __half2float(x); }
+
+template <class T>
+__device__ T store(compute_t<T> x);
+template <>
+__device__ inline float store<float>(float x) {
+  return x;
+}
+template <>
+__device__ inline double store<double>(double x) {
+  return x;
+}
+template <>
+__device__ inline __nv_bfloat16 store<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+template <>
+__device__ inline __half store<__half>(float x) {
+  return __float2half_rn(x);
+}
+
+// Elements that a thread moves at once. A width of 1 is for memory that is not aligned.
+template <class T, int width>
+struct alignas(sizeof(T) * width) Pack {
+  T at[width];
+};
+// The widest single access is 16 bytes.
+template <class T>
+constexpr int full_width = 16 / static_cast<int>(sizeof(T));
+
+template <class T, int width>
+__device__ const Pack<T, width>& pack_at(const T* data, std::int64_t index) {
+  return reinterpret_cast<const Pack<T, width>*>(data)[index];
+}
+template <class T, int width>
+__device__ Pack<T, width>& pack_at(T* data, std::int64_t index) {
+  return reinterpret_cast<Pack<T, width>*>(data)[index];
+}
+
+// exp and division: the quick ones where the result is rounded to two bytes anyway.
+template <class T>
+__device__ compute_t<T> exponential(compute_t<T> x) {
+  if constexpr (sizeof(T) == 2)
+    return __expf(x);
+  else
+    return exp(x);
+}
+template <class T>
+__device__ compute_t<T> sigmoid(compute_t<T> x) {
+  if constexpr (sizeof(T) == 2)
+    return __fdividef(1.0f, 1.0f + __expf(-x));
+  else
+    return compute_t<T>(1) / (compute_t<T>(1) + exp(-x));
+}
+
+// The same sum in all lanes.
+template <class C>
+__device__ C sum_of_warp(C value) {
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+  return value;
+}
+
+template <class Body>
+void with_type(Element type, const Body& body) {
+  switch (type) {
+    case Element::f32: return body(float{});
+    case Element::f64: return body(double{});
+    case Element::bf16: return body(__nv_bfloat16{});
+    case Element::f16: return body(__half{});
+  }
+}
+
+inline bool aligned(std::initializer_list<const void*> pointers, std::size_t bytes) {
+  return std::all_of(pointers.begin(), pointers.end(),
+                     [&](const void* p) { return reinterpret_cast<std::uintptr_t>(p) % bytes == 0; });
+}
+
+}  // namespace bonfire::cuda

@@ -1,0 +1,309 @@
+// The CUDA kernels, forward and backward, against torch's operators in double on the CPU. Sizes are odd on purpose: rows
+// that fill no pack, rows that several warps share, rows too long for registers.
+#include <gtest/gtest.h>
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include "bonfire/comm/device.h"
+#include "bonfire/kernels/activation.h"
+#include "bonfire/kernels/attention.h"
+#include "bonfire/kernels/cross_entropy.h"
+#include "bonfire/kernels/dropout.h"
+#include "bonfire/kernels/embedding.h"
+#include "bonfire/kernels/norm.h"
+#include "bonfire/kernels/product.h"
+#include "bonfire/kernels/qkv.h"
+#include "tests/support/gpu_ranks.h"
+#include "tests/support/kernel_check.h"
+
+namespace bonfire {
+namespace {
+
+using at::Tensor;
+using bonfire::testing::expect_follows;
+using bonfire::testing::KernelCheck;
+using bonfire::testing::Tensors;
+using bonfire::testing::tolerance_of;
+
+const c10::Device gpu(c10::kCUDA, 0);
+
+class GpuKernels : public ::testing::TestWithParam<at::ScalarType> {
+ protected:
+  void SetUp() override {
+    BONFIRE_SKIP_WITHOUT_GPU();
+    at::manual_seed(5);
+  }
+  static bool narrow() { return c10::elementSize(GetParam()) == 2; }
+  static at::ScalarType wide() { return GetParam() == at::kDouble ? at::kDouble : at::kFloat; }
+  static KernelCheck check(std::set<std::size_t> kept_fp32 = {}) {
+    return {.type = GetParam(), .device = gpu, .kept_fp32 = std::move(kept_fp32)};
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Types, GpuKernels, ::testing::Values(at::kDouble, at::kFloat, at::kBFloat16, at::kHalf),
+                         [](const auto& info) { return std::string(c10::toString(info.param)); });
+
+Tensor reference_rms_norm(const Tensor& x, const Tensor& weight) {
+  return x / (x * x).mean(-1, true).add(1e-5).sqrt() * weight;
+}
+
+Tensors streamed(NormedStream out) { return {out.normed, out.stream}; }
+
+TEST_P(GpuKernels, Norms) {
+  for (const std::int64_t columns : {1, 7, 64, 301, 768, 2048, 8200, 40000})
+    for (const std::int64_t rows : {1, 3, 700}) {
+      if (columns > 8000 && rows > 3) continue;
+      SCOPED_TRACE(::testing::Message() << rows << " rows of " << columns);
+      const Tensor x = at::randn({rows, columns}), residual = at::randn({rows, columns}), weight = at::randn({columns}),
+                   bias = at::randn({columns});
+      for (const auto& kept : {std::set<std::size_t>{}, std::set<std::size_t>{1, 2}}) {
+        if (!kept.empty() && !narrow()) continue;
+        expect_follows([](const Tensors& t) { return streamed(rms_norm_stream(t[0], {}, t[1], {})); },
+                       [](const Tensors& t) {
+                         return Tensors{reference_rms_norm(t[0], t[1]), t[0] * 1};
+                       },
+                       {x, weight}, check(kept));
+        // A layer norm of one element is 0 / 0 but for eps.
+        if (columns > 1)
+          expect_follows([](const Tensors& t) { return streamed(layer_norm_stream(t[0], t[1], t[2], {})); },
+                         [=](const Tensors& t) {
+                           return Tensors{at::layer_norm(t[0], {columns}, t[1], t[2], 1e-5), t[0] * 1};
+                         },
+                         {x, weight, bias}, check(kept));
+      }
+      expect_follows([](const Tensors& t) { return Tensors{bonfire::rms_norm(t[0], t[1], {})}; },
+                     [](const Tensors& t) { return Tensors{reference_rms_norm(t[0], t[1])}; }, {x, weight}, check());
+      if (!narrow())  // narrow types round the sum first
+        expect_follows([](const Tensors& t) { return streamed(rms_norm_stream(t[0], t[1], t[2], {})); },
+                       [](const Tensors& t) {
+                         return Tensors{reference_rms_norm(t[0] + t[1], t[2]), t[0] + t[1]};
+                       },
+                       {x, residual, weight}, check());
+    }
+}
+
+TEST_P(GpuKernels, NormsOfMemoryThatIsNotAligned) {
+  const auto options = at::TensorOptions(gpu).dtype(GetParam());
+  const Tensor memory = at::randn({64 * 5 + 1}, options), weight = at::randn({64}, options);
+  const Tensor shifted = memory.narrow(0, 1, 64 * 5).view({5, 64});
+  const double distance =
+      (bonfire::rms_norm(shifted, weight, {}) - bonfire::rms_norm(shifted.clone(), weight, {})).abs().max().item<double>();
+  EXPECT_LE(distance, tolerance_of(GetParam()));
+}
+
+TEST_P(GpuKernels, Activations) {
+  for (const std::int64_t n : {1, 5, 16, 129, 2048, 5000}) {
+    expect_follows([](const Tensors& t) { return Tensors{bonfire::swiglu(t[0])}; },
+                   [](const Tensors& t) {
+                     const auto halves = t[0].chunk(2, -1);
+                     return Tensors{at::silu(halves[0]) * halves[1]};
+                   },
+                   {at::randn({3, 2, 2 * n}) * 3}, check());
+    expect_follows([](const Tensors& t) { return Tensors{bonfire::gelu(t[0])}; },
+                   [](const Tensors& t) { return Tensors{at::gelu(t[0], "tanh")}; }, {at::randn({3, n}) * 3}, check());
+  }
+  const Tensor far = at::tensor({-1e4, -100.0, -88.0, 0.0, 88.0, 100.0, 1e4}).to(GetParam());
+  const Tensor got = bonfire::swiglu(at::cat({far, at::ones_like(far)}).to(gpu)).cpu().to(at::kDouble);
+  EXPECT_TRUE(at::allclose(got, at::silu(far.to(at::kDouble)), tolerance_of(GetParam()), 1e-30)) << got;
+  EXPECT_TRUE(at::isnan(bonfire::gelu(at::full({20}, NAN, at::TensorOptions(gpu).dtype(GetParam())))).all().item<bool>());
+}
+
+TEST_P(GpuKernels, SplitQkv) {
+  for (const std::int64_t size : {6, 64, 128})
+    for (const auto& [heads, kv_heads] : {std::pair<std::int64_t, std::int64_t>{4, 2}, {12, 12}, {3, 1}})
+      for (const bool rotated : {false, true}) {
+        const std::int64_t all = heads + 2 * kv_heads, half = size / 2, sequence = 9;
+        QkvLayout layout{.heads = heads, .kv_heads = kv_heads};
+        if (rotated) layout.rotary = rotary_table({.positions = 11, .head_dim = size}, at::TensorOptions(gpu).dtype(wide()));
+        const auto reference = [=, heads = heads, kv_heads = kv_heads](const Tensors& t) {
+          const Tensor parts = t[0].view({2, sequence, all, size}).transpose(1, 2);
+          const auto turn = [&](const Tensor& x) {
+            if (!rotated) return x * 1;
+            const Tensor angle =
+                at::outer(at::arange(sequence, at::kDouble),
+                          at::pow(10000.0, at::arange(half, at::kDouble) * (-1.0 / static_cast<double>(half))));
+            const Tensor c = at::cat({angle.cos(), angle.cos()}, 1), s = at::cat({angle.sin(), angle.sin()}, 1);
+            const auto halves = x.chunk(2, -1);
+            return x * c + at::cat({-halves[1], halves[0]}, -1) * s;
+          };
+          return Tensors{turn(parts.narrow(1, 0, heads)), turn(parts.narrow(1, heads, kv_heads)),
+                         parts.narrow(1, heads + kv_heads, kv_heads) * 1};
+        };
+        expect_follows(
+            [&](const Tensors& t) {
+              auto [q, k, v] = split_qkv(t[0], layout);
+              return Tensors{q, k, v};
+            },
+            reference, {at::randn({2, sequence, all * size})}, check());
+      }
+}
+
+Tensor reference_attention(const Tensors& t, bool causal) {
+  const std::int64_t group = t[0].size(1) / t[1].size(1), sequence = t[0].size(2), size = t[0].size(3);
+  const Tensor k = t[1].repeat_interleave(group, 1), v = t[2].repeat_interleave(group, 1);
+  Tensor scores = at::matmul(t[0], k.transpose(2, 3)) / std::sqrt(static_cast<double>(size));
+  if (causal) scores = scores.masked_fill(at::ones({sequence, sequence}, at::kBool).triu(1), -INFINITY);
+  return at::matmul(scores.softmax(-1), v).transpose(1, 2).reshape({t[0].size(0), sequence, -1});
+}
+
+TEST_P(GpuKernels, Attention) {
+  for (const bool causal : {true, false})
+    for (const std::int64_t kv_heads : {1, 2, 4})
+      for (const std::int64_t size : {6, 64, 72, 128, 160})
+        for (const std::int64_t sequence : {1, 12, 33, 130}) {
+          SCOPED_TRACE(::testing::Message() << kv_heads << " of 4 heads, " << sequence << " tokens of " << size);
+          expect_follows([=](const Tensors& t) { return Tensors{bonfire::attention(t[0], t[1], t[2], {.causal = causal})}; },
+                         [=](const Tensors& t) { return Tensors{reference_attention(t, causal)}; },
+                         {at::randn({2, 4, sequence, size}), at::randn({2, kv_heads, sequence, size}),
+                          at::randn({2, kv_heads, sequence, size})},
+                         check());
+        }
+}
+
+// As a model has it: q, k and v are views of one packed tensor.
+TEST_P(GpuKernels, AttentionOfPackedQkv) {
+  const QkvLayout layout{.heads = 4, .kv_heads = 2};
+  expect_follows(
+      [&](const Tensors& t) {
+        auto [q, k, v] = split_qkv(t[0], layout);
+        return Tensors{bonfire::attention(q, k, v, {})};
+      },
+      [](const Tensors& t) {
+        const Tensor all = t[0].view({2, 40, 8, 64}).transpose(1, 2);
+        return Tensors{reference_attention({all.narrow(1, 0, 4), all.narrow(1, 4, 2), all.narrow(1, 6, 2)}, true)};
+      },
+      {at::randn({2, 40, 8 * 64})}, check());
+}
+
+TEST_P(GpuKernels, Linear) {
+  for (const std::int64_t in : {1, 17, 64, 520})
+    for (const std::int64_t out : {1, 33, 128, 400}) {
+      SCOPED_TRACE(::testing::Message() << in << " to " << out);
+      const Tensors inputs{at::randn({2, 13, in}) / std::sqrt(in), at::randn({out, in}), at::randn({out}),
+                           at::randn({2, 13, out})};
+      for (const bool bias : {false, true})
+        for (const bool residual : {false, true}) {
+          Tensors given{inputs[0], inputs[1]};
+          if (bias) given.push_back(inputs[2]);
+          if (residual) given.push_back(inputs[3]);
+          expect_follows(
+              [=](const Tensors& t) {
+                return Tensors{bonfire::linear(
+                    t[0], t[1], {.bias = bias ? t[2] : Tensor(), .residual = residual ? t.back() : Tensor()})};
+              },
+              [=](const Tensors& t) {
+                Tensor y = at::linear(t[0], t[1]);
+                if (bias) y = y + t[2];
+                if (residual) y = y + t.back();
+                return Tensors{y};
+              },
+              given, check());
+        }
+    }
+}
+
+template <class Signature, class... Arguments>
+auto call(const char* name, Arguments... arguments) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>().call(arguments...);
+}
+
+// Weight gradients go into a buffer of the type that optimizers read, and the next ones are added there without rounding.
+TEST_P(GpuKernels, ProductsIntoAWiderBuffer) {
+  using Into = void(Tensor, const Tensor&, const Tensor&, bool);
+  for (const std::int64_t rows : {1, 40, 256})
+    for (const std::int64_t columns : {3, 64, 129})
+      for (const std::int64_t depth : {5, 128, 1000}) {
+        const auto options = at::TensorOptions(gpu).dtype(GetParam());
+        const Tensor dy = at::randn({depth, rows}, options), x = at::randn({depth, columns}, options);
+        const Tensor want = at::mm(dy.to(at::kDouble).t(), x.to(at::kDouble));
+        Tensor buffer = at::full({rows, columns}, NAN, options.dtype(wide()));
+        const double tolerance = (GetParam() == at::kDouble ? 1e-12 : 1e-5) * std::sqrt(static_cast<double>(depth));
+        call<Into>("bonfire::product_into_", buffer, dy.t(), x, false);
+        EXPECT_LE((buffer.to(at::kDouble) - want).abs().max().item<double>(), tolerance);
+        call<Into>("bonfire::product_into_", buffer, dy.t(), x, true);
+        EXPECT_LE((buffer.to(at::kDouble) - 2 * want).abs().max().item<double>(), 2 * tolerance);
+      }
+}
+
+TEST_P(GpuKernels, CrossEntropy) {
+  for (const std::int64_t classes : {2, 31, 1000, 4096, 50001})
+    for (const bool mean : {false, true}) {
+      Tensor target = at::randint(classes, {2, 7}, at::kLong);
+      target[0][3] = -100;
+      const Tensor on_gpu = target.to(gpu);
+      const auto reference = [=](const Tensor& logits) {
+        return at::cross_entropy_loss(logits.view({-1, classes}), target.flatten(), {},
+                                      mean ? at::Reduction::Mean : at::Reduction::Sum);
+      };
+      expect_follows([=](const Tensors& t) { return Tensors{bonfire::cross_entropy(t[0], on_gpu, {.mean = mean})}; },
+                     [=](const Tensors& t) { return Tensors{reference(t[0])}; }, {at::randn({2, 7, classes}) * 2}, check());
+      const auto row_bytes = classes * static_cast<std::int64_t>(c10::elementSize(GetParam()));
+      for (const std::int64_t bytes : {100 * row_bytes, 5 * row_bytes})
+        expect_follows(
+            [=](const Tensors& t) {
+              return Tensors{
+                  bonfire::linear_cross_entropy(t[0], t[1], on_gpu, {.loss = {.mean = mean}, .most_logit_bytes = bytes})};
+            },
+            [=](const Tensors& t) { return Tensors{reference(at::linear(t[0], t[1]))}; },
+            {at::randn({2, 7, 16}), at::randn({classes, 16}) / 4}, check());
+    }
+  // A target that is no class cannot be reported from a kernel; the loss says so.
+  const Tensor logits = at::randn({3, 9}, at::TensorOptions(gpu).dtype(GetParam()));
+  EXPECT_TRUE(std::isnan(bonfire::cross_entropy(logits, at::tensor({1, 9, 2}, at::kLong).to(gpu), {}).item<double>()));
+}
+
+TEST_P(GpuKernels, EmbeddingGradientsAreExactAndRepeatable) {
+  for (const std::int64_t columns : {1, 19, 256, 1000}) {
+    const Tensor tokens = at::randint(7, {3, 400}, at::kLong), on_gpu = tokens.to(gpu).flatten();
+    const auto options = at::TensorOptions(gpu).dtype(GetParam());
+    const Tensor rows = at::randn({1200, columns}, options), before = at::randn({9, columns}, options.dtype(wide()));
+    const auto sum = [&] {
+      Tensor out = before.clone();
+      call<void(Tensor, const Tensor&, const Tensor&)>("bonfire::embedding_add_", out, on_gpu, rows);
+      return out;
+    };
+    const Tensor got = sum();
+    const Tensor want = before.to(at::kDouble).index_add(0, on_gpu, rows.to(at::kDouble));
+    EXPECT_LE((got.to(at::kDouble) - want).abs().max().item<double>(), GetParam() == at::kDouble ? 1e-12 : 1e-4);
+    EXPECT_TRUE(got.equal(sum()));
+    if (!narrow())  // narrow sums round at the end
+      expect_follows([&](const Tensors& t) { return Tensors{bonfire::embedding(t[0], on_gpu)}; },
+                     [&](const Tensors& t) { return Tensors{at::embedding(t[0], tokens.flatten())}; },
+                     {at::randn({9, columns}) / 8}, check());
+  }
+}
+
+TEST_P(GpuKernels, DropoutDropsWhatTheCpuDrops) {
+  for (const std::int64_t first : {0, 1, 4, 333}) {
+    const Tensor x = at::randn({1000}).to(GetParam());
+    const DropoutOptions options{.p = 0.3, .random = Random(9).fork("region"), .first = first};
+    EXPECT_TRUE(bonfire::dropout(x.to(gpu), options).cpu().equal(bonfire::dropout(x, options)));
+  }
+}
+
+// The sums over rows have one order.
+TEST_P(GpuKernels, EqualRunsGiveEqualBits) {
+  const auto options = at::TensorOptions(gpu).dtype(GetParam());
+  const Tensor x = at::randn({3000, 768}, options), weight = at::randn({768}, options), bias = at::randn({768}, options),
+               dy = at::randn({3000, 768}, options);
+  const auto gradients = [&] {
+    Tensors out;
+    for (const bool centered : {false, true}) {
+      Tensors inputs;
+      for (const Tensor& t : {x, weight, bias}) inputs.push_back(t.detach().clone().set_requires_grad(true));
+      const Tensor y =
+          centered ? bonfire::layer_norm(inputs[0], inputs[1], inputs[2], {}) : bonfire::rms_norm(inputs[0], inputs[1], {});
+      y.backward(dy);
+      out.insert(out.end(), {inputs[0].grad(), inputs[1].grad()});
+    }
+    return out;
+  };
+  const Tensors first = gradients();
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    const Tensors again = gradients();
+    for (std::size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(first[i].equal(again[i])) << i;
+  }
+}
+
+}  // namespace
+}  // namespace bonfire
