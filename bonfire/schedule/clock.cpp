@@ -58,7 +58,9 @@ Clock::Successors Clock::successors() const {
 
 Clock::Order Clock::order() const {
   Order result{successors(), {}, std::vector<std::uint32_t>(tasks())};
-  auto& [successors, sorted, waiting] = result;
+  auto& sorted = result.sorted;
+  auto& waiting = result.waiting;
+  const auto& [first, later] = result.successors;
   for (std::size_t i = 0; i < tasks(); ++i) waiting[i] = previous_[i] == kNone ? 0 : 1;
   for (const auto& dependency : dependencies_) ++waiting[dependency.later];
   sorted.reserve(tasks());
@@ -71,7 +73,7 @@ Clock::Order Clock::order() const {
   for (std::size_t at = 0; at < sorted.size(); ++at) {
     const std::uint32_t task = sorted[at];
     if (next_[task] != kNone) ended(next_[task]);
-    for (std::uint32_t i = successors.first[task]; i < successors.first[task + 1]; ++i) ended(successors.later[i]);
+    for (std::uint32_t i = first[task]; i < first[task + 1]; ++i) ended(later[i]);
   }
   return result;
 }
