@@ -1,25 +1,63 @@
 #include "bonfire/optim/clip.h"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+
+#include "bonfire/base/error.h"
 #include "bonfire/kernels/optimizer.h"
 #include "bonfire/shard/engine.h"
 
 namespace bonfire {
+namespace {
 
-double gradient_norm(const Engine& engine) {
-  at::Tensor sum;
-  for (const auto& flat : engine.flats()) {
-    if (flat->layout().trained == 0) continue;
-    auto squares = sum_of_squares(flat->gradient());
-    sum = sum.defined() ? sum.add_(squares) : squares;
+// Limits beyond it cannot be written in the gradients' type.
+double largest(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf: return std::numeric_limits<at::Half>::max();
+    case at::kBFloat16: return std::numeric_limits<at::BFloat16>::max();
+    case at::kFloat: return std::numeric_limits<float>::max();
+    default: return std::numeric_limits<double>::max();
   }
-  return sum.defined() ? std::sqrt(sum.item<double>()) : 0;
 }
+
+}  // namespace
+
+at::Tensor local_squares(const Engine& engine) {
+  const at::NoGradGuard no_grad;
+  at::Tensor sum;
+  for (const auto& flat : engine.flats())
+    for (const auto& share : flat->trained()) {
+      const auto squares = sum_of_squares(share.gradient);
+      sum = sum.defined() ? sum.add_(squares) : squares;
+    }
+  if (sum.defined() || engine.flats().empty()) return sum.defined() ? sum : at::zeros({}, at::kDouble);
+  return at::zeros({}, at::TensorOptions(at::kDouble).device(engine.flats().front()->parameters().front().device()));
+}
+
+double norm_over_shares(const Engine& engine, at::Tensor squares) {
+  engine.mesh().group(Axis::shard).all_reduce(squares).wait();
+  return std::sqrt(squares.item<double>());
+}
+
+double gradient_norm(const Engine& engine) { return norm_over_shares(engine, local_squares(engine)); }
 
 double clip_factor(double norm, double limit) {
   // The small number is torch's: it keeps a norm of exactly zero from dividing.
   return limit > 0 && norm > limit ? limit / (norm + 1e-6) : 1;
+}
+
+void clip_values(Engine& engine, double limit) {
+  require(limit > 0, "gradients cannot be limited to {}, must be more than 0", limit);
+  const at::NoGradGuard no_grad;
+  for (const auto& flat : engine.flats())
+    for (auto& share : flat->trained()) {
+      const double bound = std::min(limit, largest(share.gradient.scalar_type()));
+      share.gradient.clamp_(-bound, bound);
+    }
 }
 
 }  // namespace bonfire

@@ -1,10 +1,10 @@
 #include "bonfire/optim/optimizer.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros_like.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/kernels/optimizer.h"
@@ -13,6 +13,12 @@
 #include "bonfire/shard/engine.h"
 
 namespace bonfire {
+namespace {
+
+// Elements of one pass on the host: 8 MiB of fp32, some hundred microseconds of copying and more of work.
+constexpr std::int64_t host_piece = 2 << 20;
+
+}  // namespace
 
 ParameterRule no_decay_below_two_dims() {
   return {[](const std::string&, const at::Tensor& parameter) { return parameter.dim() < 2; }, 1, 0};
@@ -23,107 +29,139 @@ Optimizer::Optimizer(Engine& engine, Common common, std::vector<std::string> sta
       state_names_(std::move(state_names)),
       lr_(common.lr),
       weight_decay_(common.weight_decay),
-      rules_(std::move(common.rules)) {
+      rules_(std::move(common.rules)),
+      state_(state_names_.size()) {
   require(std::isfinite(common.lr) && common.lr >= 0, "learning rate is {}, must be a number of at least 0", common.lr);
   require(std::isfinite(common.weight_decay) && common.weight_decay >= 0,
           "weight decay is {}, must be a number of at least 0", common.weight_decay);
 }
 
-std::vector<Optimizer::Stretch> Optimizer::stretches_of(const FlatParameter& flat) const {
+Optimizer::Setting Optimizer::setting_of(const std::string& name, const at::Tensor& parameter) const {
+  Setting setting{.lr_factor = 1, .weight_decay = weight_decay_, .began = state_.began(name)};
+  for (const auto& rule : rules_) {
+    if (!rule.matches(name, parameter)) continue;
+    setting.lr_factor = rule.lr_factor;
+    setting.weight_decay = rule.weight_decay;
+    break;
+  }
+  return setting;
+}
+
+std::vector<Optimizer::Stretch> Optimizer::stretches_of(std::size_t flat, std::size_t share) const {
+  const auto& [layout, shares] = state_.flats()[flat];
+  const auto [begin, length] = shares[share].share;
   std::vector<Stretch> stretches;
-  const auto& segments = flat.layout().segments;
-  for (std::size_t at = 0; at < segments.size() && segments[at].trained; ++at) {
-    Stretch stretch{segments[at].offset, 0, 1, weight_decay_};
-    for (const auto& rule : rules_) {
-      if (!rule.matches(segments[at].name, flat.parameters()[at])) continue;
-      stretch.lr_factor = rule.lr_factor;
-      stretch.weight_decay = rule.weight_decay;
-      break;
-    }
-    if (!stretches.empty() && stretches.back().lr_factor == stretch.lr_factor &&
-        stretches.back().weight_decay == stretch.weight_decay)
-      continue;
-    stretches.push_back(stretch);
+  for (std::size_t at = 0; at < layout.segments.size(); ++at) {
+    const auto& segment = layout.segments[at];
+    if (segment.region != shares[share].region || segment.offset >= begin + length) continue;
+    const auto setting = setting_of(segment.name, engine_.flats()[flat]->parameters()[at]);
+    const std::int64_t from = std::max<std::int64_t>(segment.offset - begin, 0);
+    // One that ends before this share, padding and all, has handed over to the next, which begins where it does.
+    if (!stretches.empty() && stretches.back().begin == from) stretches.pop_back();
+    if (stretches.empty() || stretches.back().setting != setting) stretches.push_back({from, 0, setting});
   }
   // Each reaches to the next, over padding, which is zero and stays zero.
   for (std::size_t at = 0; at < stretches.size(); ++at)
-    stretches[at].length =
-        (at + 1 < stretches.size() ? stretches[at + 1].begin : flat.layout().trained) - stretches[at].begin;
+    stretches[at].length = (at + 1 < stretches.size() ? stretches[at + 1].begin : length) - stretches[at].begin;
   return stretches;
 }
 
-// State is made on first use, and carried along when the engine has laid out its parameters anew.
-void Optimizer::follow_layout() {
-  if (layout_version_ == engine_.layout_version()) return;
-  std::vector<FlatState> fresh;
-  std::map<std::string, Place> places;
-  for (const auto& flat : engine_.flats()) {
-    auto& state = fresh.emplace_back();
-    for (std::size_t name = 0; name < state_names_.size(); ++name) state.tensors.push_back(at::zeros_like(flat->master()));
-    state.stretches = stretches_of(*flat);
-    for (const auto& segment : flat->layout().segments) {
-      if (!segment.trained) continue;
-      places[segment.name] = {fresh.size() - 1, segment.offset, segment.elements};
-      const auto old = places_.find(segment.name);
-      if (old == places_.end()) continue;
-      for (std::size_t name = 0; name < state_names_.size(); ++name)
-        state.tensors[name]
-            .narrow(0, segment.offset, segment.elements)
-            .copy_(states_[old->second.flat].tensors[name].narrow(0, old->second.offset, old->second.elements));
-    }
+void Optimizer::add_ranges(std::size_t flat, double gradient_scale, std::vector<Range>& ranges) const {
+  const auto& trained = engine_.flats()[flat]->trained();
+  for (std::size_t share = 0; share < trained.size(); ++share) {
+    const auto& of = trained[share];
+    // On the host an update goes piece by piece, so that copies from and to a device have something to hide behind.
+    const std::int64_t most = of.master.device().is_cpu() ? host_piece : of.master.numel();
+    for (const auto& stretch : stretches_[flat][share])
+      for (std::int64_t at = 0; at < stretch.length; at += most) {
+        const auto length = std::min(most, stretch.length - at);
+        const auto part = [&](const at::Tensor& whole) {
+          return !whole.defined() || whole.numel() == length ? whole : whole.narrow(0, stretch.begin + at, length);
+        };
+        auto& range = ranges.emplace_back(Range{.master = part(of.master),
+                                                .gradient = part(of.gradient),
+                                                .low_precision = part(of.low_precision),
+                                                .state = {},
+                                                .lr = lr_ * stretch.setting.lr_factor,
+                                                .weight_decay = stretch.setting.weight_decay,
+                                                .gradient_scale = gradient_scale,
+                                                .step = steps_ - stretch.setting.began});
+        for (const auto& tensor : state_.flats()[flat].shares[share].tensors) range.state.push_back(part(tensor));
+      }
   }
-  states_ = std::move(fresh);
-  places_ = std::move(places);
-  layout_version_ = engine_.layout_version();
+}
+
+void Optimizer::update_all(double gradient_scale) {
+  auto& flats = engine_.flats();
+  std::vector<Range> ranges;
+  std::vector<std::size_t> ends;
+  for (std::size_t flat = 0; flat < flats.size(); ++flat) {
+    add_ranges(flat, gradient_scale, ranges);
+    ends.push_back(ranges.size());
+  }
+  std::vector<Conveyor::Load> loads;
+  for (const auto& range : ranges) loads.push_back({range.gradient, range.low_precision, range.master});
+  conveyor_.begin(std::move(loads));
+  for (std::size_t flat = 0, at = 0; flat < flats.size(); ++flat) {
+    if (at == ends[flat]) continue;
+    for (; at < ends[flat]; ++at) {
+      auto& range = ranges[at];
+      const auto piece = conveyor_.next();
+      range.gradient = piece.in;
+      range.low_precision = piece.out;
+      update(range);
+      conveyor_.send();
+    }
+    conveyor_.flush();
+    flats[flat]->values_changed();
+    engine_.updated(flat);
+  }
+  conveyor_.end();
+  engine_.finish_update();
+}
+
+// Limits what is to be limited; the norm of the unscaled gradients, where somebody wants to know.
+double Optimizer::look_at_gradients(const StepOptions& options, double loss_scale) {
+  const bool may_skip = options.scaler || options.skip_non_finite;
+  at::Tensor spoilt;
+  if (options.clip_value > 0) {
+    // An infinity is limited like any other number. Whoever would skip the step must hear of it all the same.
+    if (may_skip) spoilt = local_squares(engine_).mul_(0);
+    clip_values(engine_, options.clip_value * loss_scale);
+  }
+  if (options.clip <= 0 && !may_skip) return std::numeric_limits<double>::quiet_NaN();
+  auto squares = local_squares(engine_);
+  if (spoilt.defined()) squares.add_(spoilt);
+  return norm_over_shares(engine_, squares) / loss_scale;
 }
 
 StepResult Optimizer::step(const StepOptions& options) {
+  require(options.clip >= 0 && options.clip_value >= 0, "clip is {} and clip_value {}, must be at least 0 (0: never)",
+          options.clip, options.clip_value);
   const at::NoGradGuard no_grad;
-  follow_layout();
-  StepResult result;
-  const double loss_scale = options.scaler ? options.scaler->scale() : 1;
-  double gradient_scale = 1 / loss_scale;
-  GradientUse use;
-  if (options.clip > 0 || options.scaler || options.skip_non_finite) {
-    result.gradient_norm = gradient_norm(engine_) * gradient_scale;
-    const bool finite = std::isfinite(result.gradient_norm);
-    if (options.scaler) {
-      options.scaler->update(finite);
-      use.rescaled = options.scaler->scale() / loss_scale;
-    }
-    if (!finite && (options.scaler || options.skip_non_finite)) {
-      result.skipped = true;
-      use.applied = false;
-      engine_.spend_gradients(use);
-      return result;
-    }
-    gradient_scale *= clip_factor(result.gradient_norm, options.clip);
+  if (state_.follow(engine_, steps_)) {
+    stretches_.assign(state_.flats().size(), {});
+    for (std::size_t flat = 0; flat < stretches_.size(); ++flat)
+      for (std::size_t share = 0; share < state_.flats()[flat].shares.size(); ++share)
+        stretches_[flat].push_back(stretches_of(flat, share));
   }
-
-  ++steps_;
-  for (std::size_t at = 0; at < states_.size(); ++at) {
-    auto& flat = *engine_.flats()[at];
-    const auto low = flat.low_precision();
-    for (const auto& stretch : states_[at].stretches) {
-      const auto part = [&](const at::Tensor& whole) {
-        return whole.defined() ? whole.narrow(0, stretch.begin, stretch.length) : whole;
-      };
-      Range range{part(flat.master()),     part(flat.gradient()), part(low),     {},
-                  lr_ * stretch.lr_factor, stretch.weight_decay,  gradient_scale};
-      for (const auto& tensor : states_[at].tensors) range.state.push_back(part(tensor));
-      update(range);
-    }
-    flat.values_changed();
+  const double loss_scale = options.scaler ? options.scaler->scale() : 1;
+  StepResult result{.gradient_norm = look_at_gradients(options, loss_scale)};
+  const bool finite = std::isfinite(result.gradient_norm);
+  GradientUse use;
+  if (options.scaler) {
+    options.scaler->update(finite);
+    use.rescaled = options.scaler->scale() / loss_scale;
+  }
+  if (!finite && (options.scaler || options.skip_non_finite)) {
+    result.skipped = true;
+    use.applied = false;
+  } else {
+    ++steps_;
+    update_all(clip_factor(result.gradient_norm, options.clip) / loss_scale);
   }
   engine_.spend_gradients(use);
   return result;
-}
-
-std::int64_t Optimizer::state_bytes() const {
-  std::int64_t bytes = 0;
-  for (const auto& state : states_)
-    for (const auto& tensor : state.tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
-  return bytes;
 }
 
 namespace {
@@ -160,7 +198,7 @@ void Adam::update(const Range& range) {
          .beta2 = options_.beta2,
          .eps = options_.eps,
          .weight_decay = range.weight_decay,
-         .step = steps(),
+         .step = range.step,
          .gradient_scale = range.gradient_scale,
          .decoupled = decoupled_,
          .maximize = options_.maximize});
@@ -181,7 +219,7 @@ void Sgd::update(const Range& range) {
         .momentum = options_.momentum,
         .dampening = options_.dampening,
         .weight_decay = range.weight_decay,
-        .step = steps(),
+        .step = range.step,
         .gradient_scale = range.gradient_scale,
         .nesterov = options_.nesterov,
         .maximize = options_.maximize});

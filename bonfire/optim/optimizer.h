@@ -3,18 +3,18 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
-#include <map>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "bonfire/base/api.h"
+#include "bonfire/optim/conveyor.h"
+#include "bonfire/optim/share_state.h"
 
 namespace bonfire {
 
 class Engine;
-class FlatParameter;
 class GradScaler;
 
 // What some parameters get in place of the optimizer's own values. The first rule that matches a parameter decides.
@@ -29,24 +29,27 @@ BONFIRE_API ParameterRule no_decay_below_two_dims();
 
 struct StepOptions {
   double clip = 0;               // gradients longer than this, over all parameters, are shortened to it; 0: never
+  double clip_value = 0;         // before that, each element is limited to [-clip_value, clip_value]; 0: never
   GradScaler* scaler = nullptr;  // the loss was scaled by it
   bool skip_non_finite = false;  // a step whose gradients hold NaN or infinity changes nothing
 };
 
 struct StepResult {
-  // Of all gradients, before clipping; NaN where nobody asked (no clip, no scaler, no skipping).
+  // Of all gradients, after `clip_value` and before `clip`; NaN where nobody asked (no clip, no scaler, no skipping).
   double gradient_norm = std::numeric_limits<double>::quiet_NaN();
   bool skipped = false;
 };
 
-// Updates the flat parameters of an engine, a whole buffer in one pass.
+// Updates the flat parameters of an engine: of each, the share that is this rank's own. Where masters lie on the host the
+// update is done there, on all cores, while gradients come from the device and new values go back.
 class BONFIRE_API Optimizer {
  public:
   virtual ~Optimizer() = default;
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  // Uses the gradients, then declares them spent. All ranks decide alike, since their gradients are equal.
+  // Uses the gradients, then declares them spent. All ranks decide alike, since the norm is of all ranks' shares.
+  // Collective where shares are divided: the norm, where somebody asked, and the new values where others hold copies.
   StepResult step(const StepOptions& options = {});
 
   double lr() const { return lr_; }
@@ -54,18 +57,15 @@ class BONFIRE_API Optimizer {
   // Steps that changed something.
   std::int64_t steps() const { return steps_; }
   // Bytes of state on this rank.
-  std::int64_t state_bytes() const;
+  std::int64_t state_bytes() const { return state_.bytes(); }
 
  protected:
-  // A stretch of a flat parameter whose segments share their settings.
-  struct Stretch {
-    std::int64_t begin = 0, length = 0;
-    double lr_factor = 1, weight_decay = 0;
-  };
+  // One pass of an update: a part of a share whose segments have one setting.
   struct Range {
     at::Tensor master, gradient, low_precision;
     std::vector<at::Tensor> state;  // in the order of state_names
     double lr = 0, weight_decay = 0, gradient_scale = 1;
+    std::int64_t step = 1;  // of these parameters: 1 for their first
   };
 
   struct Common {
@@ -76,30 +76,34 @@ class BONFIRE_API Optimizer {
 
   Optimizer(Engine& engine, Common common, std::vector<std::string> state_names);
 
-  // Stream: the current one. Updates one stretch; `steps()` already counts this step.
+  // Stream: the current one.
   virtual void update(const Range& range) = 0;
 
  private:
-  struct FlatState {
-    std::vector<at::Tensor> tensors;  // one per name, as long as the master
-    std::vector<Stretch> stretches;
+  // A stretch of a share, in elements of the share, whose segments share their settings.
+  struct Setting {
+    double lr_factor = 1, weight_decay = 0;
+    std::int64_t began = 0;
+    bool operator==(const Setting&) const = default;
   };
-  void follow_layout();
-  std::vector<Stretch> stretches_of(const FlatParameter& flat) const;
+  struct Stretch {
+    std::int64_t begin = 0, length = 0;
+    Setting setting{};
+  };
+  Setting setting_of(const std::string& name, const at::Tensor& parameter) const;
+  std::vector<Stretch> stretches_of(std::size_t flat, std::size_t share) const;
+  double look_at_gradients(const StepOptions& options, double loss_scale);
+  void add_ranges(std::size_t flat, double gradient_scale, std::vector<Range>& ranges) const;
+  void update_all(double gradient_scale);
 
   Engine& engine_;
   std::vector<std::string> state_names_;
   double lr_, weight_decay_;
   std::vector<ParameterRule> rules_;
   std::int64_t steps_ = 0;
-  std::int64_t layout_version_ = -1;
-  std::vector<FlatState> states_;
-  // Where each segment's state lies, to find it again when the layout changes: name to (flat, offset, elements).
-  struct Place {
-    std::size_t flat;
-    std::int64_t offset, elements;
-  };
-  std::map<std::string, Place> places_;
+  ShareState state_;
+  std::vector<std::vector<std::vector<Stretch>>> stretches_;  // by flat and share
+  Conveyor conveyor_;
 };
 
 struct AdamOptions {

@@ -16,26 +16,44 @@ std::int64_t trained_elements(const ParameterGroup& group) {
   return sum;
 }
 
-// Places the parameters of the layout's groups: trained ones first.
-void place(FlatLayout& layout, const std::vector<ParameterGroup>& groups, int shard) {
-  std::int64_t offset = 0;
+// Places the parameters of the layout's groups, like with like, in the order in which they are met; trained ones first.
+void place(FlatLayout& layout, const std::vector<ParameterGroup>& groups, int parts) {
   for (const bool trained : {true, false}) {
-    for (const std::size_t at : layout.groups)
-      for (const auto& parameter : groups[at].parameters) {
+    const std::size_t first = layout.regions.size();
+    const auto region_of = [&](const ParameterSize& parameter) {
+      for (std::size_t at = first; at < layout.regions.size(); ++at)
+        if (layout.regions[at].compute == parameter.compute && layout.regions[at].master == parameter.master) return at;
+      layout.regions.push_back({.compute = parameter.compute, .master = parameter.master, .trained = trained});
+      return layout.regions.size() - 1;
+    };
+    for (const std::size_t group : layout.groups)
+      for (const auto& parameter : groups[group].parameters) {
         if (parameter.trained != trained) continue;
-        layout.segments.push_back({parameter.name, offset, parameter.elements, trained});
-        offset = round_up(offset + parameter.elements, segment_alignment);
+        const std::size_t region = region_of(parameter);
+        auto& end = layout.regions[region].elements;
+        layout.segments.push_back({parameter.name, region, end, parameter.elements});
+        end = round_up(end + parameter.elements, segment_alignment);
       }
-    offset = round_up(offset, segment_alignment * shard);
-    if (trained) layout.trained = offset;
   }
-  layout.total = offset;
+  for (auto& region : layout.regions) {
+    region.elements = round_up(region.elements, segment_alignment * parts);
+    region.begin = layout.bytes;
+    layout.bytes += region.bytes();
+  }
 }
 
 }  // namespace
 
+std::int64_t FlatLayout::trained_elements() const {
+  std::int64_t sum = 0;
+  for (const auto& region : regions) sum += region.trained ? region.elements : 0;
+  return sum;
+}
+
+bool FlatLayout::any_trained() const { return !regions.empty() && regions.front().trained; }
+
 std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& groups, const BucketOptions& options) {
-  require(options.shard >= 1, "sharding factor is {}, must be at least 1", options.shard);
+  require(options.parts >= 1, "a region in {} parts: must be at least 1", options.parts);
   require(options.bucket_bytes > 0 && options.first_bucket_bytes > 0, "bucket sizes are {} and {} bytes, must be positive",
           options.first_bucket_bytes, options.bucket_bytes);
   std::vector<FlatLayout> layouts;
@@ -44,10 +62,10 @@ std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& groups, const 
   for (std::size_t at = 0; at < groups.size(); ++at) {
     if (!open) layouts.emplace_back(), bytes = 0;
     layouts.back().groups.push_back(at);
-    bytes += trained_elements(groups[at]) * options.element_bytes;
-    open = bytes < (layouts.size() == 1 ? options.first_bucket_bytes : options.bucket_bytes);
+    bytes += trained_elements(groups[at]) * bytes_of(options.gradient);
+    open = !options.one_per_group && bytes < (layouts.size() == 1 ? options.first_bucket_bytes : options.bucket_bytes);
   }
-  for (auto& layout : layouts) place(layout, groups, options.shard);
+  for (auto& layout : layouts) place(layout, groups, options.parts);
   return layouts;
 }
 
@@ -64,6 +82,20 @@ std::vector<ParameterGroup> groups_in_backward_order(const ModelDescription& mod
   return groups;
 }
 
+std::vector<FlatLayout> flats_of(const ModelDescription& model, const DataParallel& layout) {
+  auto groups = groups_in_backward_order(model);
+  for (auto& group : groups)
+    for (auto& parameter : group.parameters) {
+      parameter.master = layout.master;
+      parameter.compute = layout.keep && layout.keep(parameter.name) ? layout.master : layout.compute;
+    }
+  BucketOptions options = layout.buckets;
+  options.gradient = layout.gradient;
+  options.parts = layout.ranks();
+  options.one_per_group = layout.factors().parameters > 1;
+  return bucket(groups, options);
+}
+
 LowRank low_rank(const std::vector<std::int64_t>& shape, int rank) {
   if (shape.size() < 2) return {};
   const std::int64_t rows = shape.front();
@@ -72,39 +104,6 @@ LowRank low_rank(const std::vector<std::int64_t>& shape, int rank) {
   // Only where the two factors are smaller than the matrix.
   if (usable * (rows + columns) >= rows * columns) return {};
   return {rows, columns, usable};
-}
-
-std::vector<Collective> collectives_of_step(const ModelDescription& model, const DataParallel& layout) {
-  std::vector<Collective> list;
-  if (layout.replicate == 1) return list;
-  const auto reduce = [&](std::int64_t bytes) {
-    if (bytes > 0) list.push_back({CollectiveKind::all_reduce, Axis::replicate, bytes});
-  };
-  const auto groups = groups_in_backward_order(model);
-  const auto buckets = bucket(groups, layout.buckets);
-  const std::int64_t bytes = layout.buckets.element_bytes;
-  if (layout.compression == Compression::powersgd) {
-    // Each bucket: the left factors with everything that is not compressed behind them, while backward runs; the right
-    // factors when it has ended.
-    std::vector<std::int64_t> right(buckets.size());
-    for (std::size_t at = 0; at < buckets.size(); ++at) {
-      std::int64_t left = 0;
-      for (const std::size_t group : buckets[at].groups)
-        for (const auto& parameter : groups[group].parameters) {
-          if (!parameter.trained) continue;
-          const auto low = low_rank(parameter.shape, layout.powersgd_rank);
-          left += low.rank ? low.rows * low.rank : parameter.elements;
-          right[at] += low.columns * low.rank;
-        }
-      reduce(left * bytes);
-    }
-    for (const std::int64_t elements : right) reduce(elements * bytes);
-  } else {
-    for (const auto& flat : buckets) reduce(flat.trained * (layout.compression == Compression::none ? bytes : 2));
-  }
-  if (layout.buffer_bytes) list.push_back({CollectiveKind::broadcast, Axis::replicate, layout.buffer_bytes});
-  list.push_back({CollectiveKind::all_reduce, Axis::data, 8});
-  return list;
 }
 
 }  // namespace bonfire::plan

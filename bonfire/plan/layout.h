@@ -1,12 +1,15 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "bonfire/base/api.h"
 #include "bonfire/base/collective.h"
+#include "bonfire/plan/dtype.h"
 #include "bonfire/plan/model.h"
+#include "bonfire/plan/sharding.h"
 
 // Layout arithmetic: where each parameter lies, which buffers are reduced together, and so every byte and every collective
 // of a step. The engine asks this for its layout; nobody else decides one.
@@ -18,6 +21,8 @@ struct ParameterSize {
   std::int64_t elements = 0;
   std::vector<std::int64_t> shape{};  // PowerSGD looks at it
   bool trained = true;
+  Dtype compute = Dtype::fp32;  // what forward reads
+  Dtype master = Dtype::fp32;   // what the optimizer updates
 };
 
 // Parameters that stay together: those of one Unit, or a single one of a module without Units.
@@ -26,21 +31,39 @@ struct ParameterGroup {
   std::vector<ParameterSize> parameters;
 };
 
-// Where one parameter lies in its flat buffer, in elements.
-struct Segment {
-  std::string name;
-  std::int64_t offset = 0;
-  std::int64_t elements = 0;
+// A stretch of a flat buffer whose parameters are alike. Every region can be cut into equal parts, one for each rank of a
+// shard group, so a rank holds the same share of each.
+struct Region {
+  Dtype compute = Dtype::fp32;
+  Dtype master = Dtype::fp32;
   bool trained = true;
+  std::int64_t begin = 0;     // in the flat buffer, in bytes
+  std::int64_t elements = 0;  // with padding
+
+  std::int64_t bytes() const { return elements * bytes_of(compute); }
+  bool operator==(const Region&) const = default;
 };
 
-// One flat buffer: the trained segments first, each aligned, then the frozen ones. Gradients, reduction and optimizer state
-// exist for the trained part only.
+// Where one parameter lies: in which region, and from which of its elements on.
+struct Segment {
+  std::string name;
+  std::size_t region = 0;
+  std::int64_t offset = 0;
+  std::int64_t elements = 0;
+  bool operator==(const Segment&) const = default;
+};
+
+// One flat buffer: trained regions first, then the frozen ones, each with aligned segments. Gradients, reduction and
+// optimizer state exist for trained regions only.
 struct FlatLayout {
   std::vector<std::size_t> groups;  // which of the given groups it holds, in their order of arrival in backward
   std::vector<Segment> segments;
-  std::int64_t trained = 0;  // elements of the trained part with its padding: a multiple of the sharding factor
-  std::int64_t total = 0;    // and of all
+  std::vector<Region> regions;
+  std::int64_t bytes = 0;  // of the whole buffer
+
+  bool trained(std::size_t segment) const { return regions[segments[segment].region].trained; }
+  BONFIRE_API std::int64_t trained_elements() const;  // with padding
+  BONFIRE_API bool any_trained() const;
 };
 
 enum class Compression { none, bf16, fp16, powersgd };
@@ -49,11 +72,16 @@ struct BucketOptions {
   std::int64_t bucket_bytes = 25 << 20;
   // The first to be reduced is small, so that communication begins early in backward.
   std::int64_t first_bucket_bytes = 1 << 20;
-  std::int64_t element_bytes = 4;  // of a gradient
-  int shard = 1;                   // sharding factor
+  Dtype gradient = Dtype::fp32;  // in which they are counted
+  // Regions can be cut into this many equal parts: the data-parallel ranks, whatever the sharding factor, so that the same
+  // bytes move with each.
+  int parts = 1;
+  // Each group in a buffer of its own, whatever its size: where buffers come and go with their Units.
+  bool one_per_group = false;
 };
 
-// Segments begin at multiples of this many elements, so that vector instructions and messages are aligned in every dtype.
+// Segments and parts of regions begin at multiples of this many elements, so that vector instructions and messages are
+// aligned in every dtype.
 inline constexpr std::int64_t segment_alignment = 64;
 
 // Puts groups, given in the order in which backward finishes them, into flat buffers: a buffer is closed when it has reached
@@ -64,14 +92,40 @@ BONFIRE_API std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& in
 // The groups of a model in the order in which its backward finishes them.
 BONFIRE_API std::vector<ParameterGroup> groups_in_backward_order(const ModelDescription& model);
 
+// When, in backward, Units are gathered ahead: before or after the reductions of the one that runs are issued.
+enum class BackwardPrefetch { before_reduction, after_reduction };
+
 // What a data-parallel step depends on, beside the model.
 struct DataParallel {
   int replicate = 1;
-  BucketOptions buckets{};
+  int shard = 1;  // the sharding factor
+  Sharded what = Sharded::none;
+  Accumulation accumulation = Accumulation::sharded;
+  int microbatches = 1;
+  // Whether a Unit's memory goes out between forward and backward. With `reshard_ranks` above 0 ranks keep the part of it
+  // that groups of so many need to gather it again.
+  bool reshard_after_forward = true;
+  int reshard_ranks = 0;
+  int prefetch = 2;  // Units that are gathered ahead of the one that runs
+  BackwardPrefetch backward_prefetch = BackwardPrefetch::before_reduction;
+  Dtype compute = Dtype::fp32;    // what forward reads
+  Dtype master = Dtype::fp32;     // what the optimizer updates
+  Dtype gradient = Dtype::fp32;   // what gradients are kept in until the update
+  Dtype reduction = Dtype::fp32;  // in which whole gradients travel to the ranks that keep a share of them
+  // Parameters that forward reads in their master's type all the same, by their full name: norms, embeddings.
+  std::function<bool(const std::string& name)> keep{};
+  BucketOptions buckets{};  // the sizes; the rest of it follows from the above
   Compression compression = Compression::none;
   int powersgd_rank = 4;
   std::int64_t buffer_bytes = 0;  // of module buffers that are kept equal
+  bool clip = false;              // gradients are clipped by their norm
+
+  int ranks() const { return replicate * shard; }
+  Factors factors() const { return factors_of(what, shard, accumulation); }
 };
+
+// The flat buffers of a model in this layout, in the order in which backward finishes them.
+BONFIRE_API std::vector<FlatLayout> flats_of(const ModelDescription& model, const DataParallel& layout);
 
 // Matrices that PowerSGD compresses: rows x columns, and the rank it gets. Others of the bucket travel as they are.
 struct LowRank {
@@ -80,8 +134,15 @@ struct LowRank {
 // Of a parameter of this shape; a rank of 0 where compression would not make it smaller.
 BONFIRE_API LowRank low_rank(const std::vector<std::int64_t>& shape, int rank);
 
-// Every collective of one optimizer step, in the order in which they are issued: the reductions of backward, the module's
-// buffers, and the mean of the loss.
+// Every collective of one optimizer step, from the second step on, in the order in which a rank issues them: the gathers
+// and reductions of its microbatches, the module's buffers, the mean of the loss, the norm of the gradients, and what an
+// update sends to ranks that hold copies. Throws ConfigError where the layout cannot be.
 BONFIRE_API std::vector<Collective> collectives_of_step(const ModelDescription& model, const DataParallel& layout);
+
+// Bytes that cross each rank's link in a step, by the best algorithms for large messages.
+BONFIRE_API double bytes_moved(const ModelDescription& model, const DataParallel& layout);
+// The same of a list, recorded or predicted. REQUIRES: no `reshard_ranks`; a list does not say which gathers are over fewer
+// ranks than their axis has.
+BONFIRE_API double bytes_moved(const std::vector<Collective>& list, const DataParallel& layout);
 
 }  // namespace bonfire::plan

@@ -9,11 +9,14 @@
 #include <ATen/core/Tensor.h>
 
 #include "bonfire/base/api.h"
+#include "bonfire/base/log.h"
 #include "bonfire/base/trace.h"
 #include "bonfire/comm/mesh.h"
 #include "bonfire/plan/layout.h"
+#include "bonfire/plan/sharding.h"
 #include "bonfire/shard/flat_parameter.h"
 #include "bonfire/shard/reduction.h"
+#include "bonfire/shard/wrap.h"
 
 namespace torch::nn {
 class Module;
@@ -21,8 +24,8 @@ class Module;
 
 namespace bonfire {
 
-// What is divided among the ranks of a shard group. With a sharding factor of 1 nothing is, whatever this says.
-enum class Sharded { none, optimizer, gradients, parameters };
+using plan::Accumulation;
+using plan::Sharded;
 
 // What happens to parameters that differ between ranks when training starts.
 enum class Start {
@@ -30,17 +33,52 @@ enum class Start {
   broadcast,  // rank 0's values are sent to all
 };
 
+// When a Unit's memory goes out between forward and backward.
+struct ReshardAfterForward {
+  ReshardAfterForward(bool free = true) : free(free) {}
+  ReshardAfterForward(int to_ranks) : free(true), ranks(to_ranks) {}
+  bool free;
+  // More than 0: each rank keeps the share of it that groups of so many ranks need to gather it again among themselves.
+  int ranks = 0;
+};
+
+// In which number formats a model is trained. What is not said keeps the parameters' own.
+struct Precision {
+  std::optional<at::ScalarType> parameters{};  // of forward and backward; masters and optimizer state keep the parameters' own
+  std::optional<at::ScalarType> gradients{};   // kept until the update; masters' unless said
+  std::optional<at::ScalarType> reduction{};   // on their way between ranks; as they are kept unless said
+  std::optional<at::ScalarType> outputs{};     // of the whole model
+  std::optional<at::ScalarType> buffers{};     // floating-point buffers of the module
+  // Parameters that forward reads in their own type all the same: norms, embeddings.
+  std::function<bool(const std::string& name, const at::Tensor& parameter)> keep{};
+  bool scaled_loss = false;  // a gradient scaler is used; fp16 needs one
+};
+
+enum class BackwardPrefetch { before_reduction, after_reduction };
+
+enum class Offload { none, optimizer, parameters };
+
 struct ShardOptions {
   Sharded what = Sharded::none;
-  // The dtype of forward and backward; masters, gradients and optimizer state keep the parameters' own.
-  std::optional<at::ScalarType> compute{};
+  Precision precision{};
+  ReshardAfterForward reshard_after_forward = true;
+  int prefetch = 2;  // Units that are gathered ahead of the one that runs
+  BackwardPrefetch backward_prefetch = BackwardPrefetch::before_reduction;
+  Accumulation accumulation = Accumulation::sharded;
+  Offload offload = Offload::none;
+  Wrapping wrapping{};
   Start start = Start::check;
   plan::BucketOptions buckets{};
   ReductionOptions reduction{};
-  std::shared_ptr<Reduction> hook{};  // instead of `reduction`: a user's own
+  std::shared_ptr<Reduction> hook{};  // instead of `reduction`: a user's own, over the replicas
   // Ranks may run out of data at different steps; see Engine::finish. Costs one small all-reduce a step.
   bool uneven_inputs = false;
   bool keep_buffers_equal = true;  // rank 0's module buffers are sent to all after each step's backward
+  // Units may run in an order, or a number, that differs between ranks or steps at random: every gather is agreed on first.
+  // Without it that is done in the first step and whenever a rank needs what the order of the first one does not have.
+  bool negotiate_order = false;
+  bool debug = false;  // tensors that pass a seam are checked: none may lie in a parameter whose memory is out
+  Log log{};
   Trace* trace = nullptr;
 };
 
@@ -53,11 +91,11 @@ class BONFIRE_API Engine {
   Engine(Engine&&) noexcept;
   Engine& operator=(Engine&&) noexcept;
 
-  // Adds the gradients of `loss` to those accumulated so far, without communication: for all microbatches of a step but
-  // the last.
+  // Adds the gradients of `loss` to those accumulated so far: for all microbatches of a step but the last. Collective where
+  // gradients are kept as shares; otherwise without communication.
   void accumulate(const at::Tensor& loss);
-  // The same for the last microbatch, or the only one: afterwards every parameter's .grad is the average over the ranks of
-  // what each has accumulated. Collective.
+  // The same for the last microbatch, or the only one: afterwards gradients are the average over the ranks of what each has
+  // accumulated. Collective.
   void backward(const at::Tensor& loss);
   // For a rank that has run out of data (`uneven_inputs`): takes part in the others' steps until they end too, calling
   // `step` (normally the optimizer's) after each, so that its parameters stay equal. Gradients are averaged over the ranks
@@ -66,15 +104,40 @@ class BONFIRE_API Engine {
 
   // The gradients have been used: the next backward starts from nothing. Optimizers of ours call it.
   void spend_gradients(const GradientUse& use = {});
-  // Collective: throws where a parameter differs between ranks, naming it.
+  // The shares of flat parameter `flat` were updated: where others hold copies of them these are sent, while the caller goes
+  // on with the next. `finish_update` ends that. Optimizers of ours call both. Collective.
+  void updated(std::size_t flat);
+  void finish_update();
+
+  // A scope in which all parameters (or those of the Unit at `unit`) are whole and can be read through the module, in the
+  // type that forward reads. With `write`, what was changed is kept; every rank must make the same change. Collective, both
+  // when it begins and when it ends.
+  class BONFIRE_API FullParameters {
+   public:
+    ~FullParameters();
+    FullParameters(FullParameters&&) noexcept;
+
+   private:
+    friend class Engine;
+    struct Stay;
+    explicit FullParameters(std::unique_ptr<Stay> stay);
+    std::unique_ptr<Stay> stay_;
+  };
+  [[nodiscard]] FullParameters full_parameters(bool write = false);
+
+  // Collective: throws where a parameter differs between ranks that should hold the same, naming it.
   void check_equal() const;
 
   const Mesh& mesh() const;
+  const ShardOptions& options() const;
+  const plan::Factors& factors() const;
   std::vector<std::unique_ptr<FlatParameter>>& flats();
   const std::vector<std::unique_ptr<FlatParameter>>& flats() const;
   // Changes when parameters move to other flat buffers: after the first backward, which teaches the order, and when some
   // were frozen or thawed.
   std::int64_t layout_version() const;
+  // Bytes that the pool of gathered parameters and the one of whole gradients hold on this rank.
+  std::int64_t pool_bytes() const;
 
   struct State;
 

@@ -1,82 +1,258 @@
 #include "bonfire/shard/flat_parameter.h"
 
-#include <unordered_map>
+#include <algorithm>
 #include <utility>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
 #include "bonfire/base/error.h"
 
 namespace bonfire {
+namespace {
 
-FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> parameters, at::ScalarType compute)
-    : layout_(std::move(layout)), parameters_(std::move(parameters)), written_(parameters_.size()) {
-  require(parameters_.size() == layout_.segments.size(), "a flat parameter of {} segments was given {} parameters",
-          layout_.segments.size(), parameters_.size());
-  const at::NoGradGuard no_grad;
-  const auto own = parameters_.front().options().requires_grad(false);
-  compute_ = at::zeros({layout_.total}, own.dtype(compute));
-  master_ =
-      compute == own.dtype().toScalarType() ? compute_.narrow(0, 0, layout_.trained) : at::zeros({layout_.trained}, own);
-  gradient_ = at::zeros_like(master_);
-  for (std::size_t at = 0; at < parameters_.size(); ++at) adopt(at, parameters_[at].detach());
+// Zeros on `device`; on the host beside a GPU in memory that the GPU can copy from and to by itself.
+at::Tensor fresh(std::int64_t elements, at::ScalarType type, at::Device device, at::Device beside) {
+  const bool pinned = device.is_cpu() && !beside.is_cpu();
+  return at::zeros({elements}, at::TensorOptions(type).device(device).pinned_memory(pinned));
 }
 
-FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> parameters,
-                             std::span<const FlatParameter* const> before)
-    : layout_(std::move(layout)), parameters_(std::move(parameters)), written_(parameters_.size()) {
-  struct Place {
-    const FlatParameter* flat;
-    std::size_t segment;
-  };
-  std::unordered_map<std::string, Place> places;
-  for (const auto* flat : before)
-    for (std::size_t at = 0; at < flat->layout_.segments.size(); ++at) places[flat->layout_.segments[at].name] = {flat, at};
+c10::DataPtr nothing(at::Device device) { return {nullptr, device}; }
 
+}  // namespace
+
+FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> parameters, const FlatOptions& options)
+    : layout_(std::move(layout)),
+      options_(options),
+      parameters_(std::move(parameters)),
+      gradients_(layout_.regions.size()),
+      written_(parameters_.size()) {
+  require(!parameters_.empty() && parameters_.size() == layout_.segments.size(),
+          "a flat parameter of {} segments was given {} parameters", layout_.segments.size(), parameters_.size());
   const at::NoGradGuard no_grad;
-  const FlatParameter& first = *places.at(layout_.segments.front().name).flat;
-  compute_ = at::zeros({layout_.total}, first.compute_.options());
-  master_ = first.low_precision().defined() ? at::zeros({layout_.trained}, first.master_.options())
-                                            : compute_.narrow(0, 0, layout_.trained);
-  gradient_ = at::zeros_like(master_);
-  for (std::size_t at = 0; at < parameters_.size(); ++at) {
-    const auto [flat, segment] = places.at(layout_.segments[at].name);
-    const bool had_master = flat->layout_.segments[segment].trained;
-    adopt(at, had_master ? flat->view(flat->master_, segment) : parameters_[at].detach());
-    if (!layout_.segments[at].trained || !flat->written(segment)) continue;
-    view(gradient_, at).copy_(flat->view(flat->gradient_, segment));
-    written_[at] = true;
-    parameters_[at].mutable_grad() = view(gradient_, at);
+  const auto device = parameters_.front().device();
+  const auto held_on = options_.shard_device.value_or(device), masters_on = options_.master_device.value_or(device);
+  const auto [optimizer, gradients, parts] = options_.factors;
+
+  shard_ = fresh(layout_.bytes / parts, at::kByte, held_on, device);
+  always_present_ = parts == 1 && held_on == device;
+  storage_ = always_present_ ? shard_.storage()
+                             : c10::Storage(c10::Storage::use_byte_size_t(), static_cast<std::size_t>(layout_.bytes),
+                                            nothing(device), nullptr, /*resizable=*/false);
+  present_ = always_present_;
+  for (const auto& region : layout_.regions) {
+    held_.push_back(shard_.narrow(0, region.begin / parts, region.bytes() / parts).view(scalar_type(region.compute)));
+    const auto type = scalar_type(region.compute);
+    auto whole = at::empty({0}, at::TensorOptions(type).device(device));
+    whole.set_(storage_, region.begin / static_cast<std::int64_t>(c10::elementSize(type)), {region.elements}, {1});
+    regions_.push_back(std::move(whole));
   }
-  generation_ = first.generation_;
+
+  for (std::size_t at = 0; at < layout_.regions.size() && layout_.regions[at].trained; ++at) {
+    const auto& region = layout_.regions[at];
+    const Share mine = share_of(region, optimizer, options_.rank), kept = share_of(region, parts, options_.rank);
+    const auto own = held_[at].narrow(0, mine.begin - kept.begin, mine.length);
+    const auto type = scalar_type(region.master);
+    TrainedShare share{.region = at, .share = mine};
+    const bool rounded = region.master != region.compute || masters_on != held_on;
+    share.master = rounded ? fresh(mine.length, type, masters_on, device) : own;
+    if (rounded) share.low_precision = own;
+    const auto gradient_type = options_.gradient.value_or(type);
+    if (gradients == 1) {
+      gradients_[at] = fresh(region.elements, gradient_type, device, device);
+      share.gradient = gradients_[at].narrow(0, mine.begin, mine.length);
+    } else {
+      share.gradient = fresh(mine.length, gradient_type, device, device);
+    }
+    trained_.push_back(std::move(share));
+  }
+  gradients_open_ = keeps_gradients_ = gradients == 1;
+
+  for (std::size_t at = 0; at < parameters_.size(); ++at) {
+    const auto& segment = layout_.segments[at];
+    put_segment(held_[segment.region], share_of(layout_.regions[segment.region], parts, options_.rank), segment,
+                parameters_[at]);
+    for (const auto& share : trained_)
+      if (share.region == segment.region && share.low_precision.defined())
+        put_segment(share.master, share.share, segment, parameters_[at]);
+    views_.push_back(regions_[segment.region].narrow(0, segment.offset, segment.elements).view(parameters_[at].sizes()));
+    parameters_[at].set_data(views_.back());
+  }
 }
 
-void FlatParameter::adopt(std::size_t segment, const at::Tensor& value) {
-  const auto& place = layout_.segments[segment];
-  auto home = compute_.narrow(0, place.offset, place.elements).view(parameters_[segment].sizes());
-  home.copy_(value);
-  if (place.trained && low_precision().defined()) view(master_, segment).copy_(value);
-  parameters_[segment].set_data(home);
+FlatParameter::~FlatParameter() {
+  // The pool's memory must not outlive its loan in somebody's tensor.
+  if (!always_present_) storage_.set_data_ptr_noswap(nothing(storage_.device()));
 }
 
-at::Tensor FlatParameter::low_precision() const {
-  return master_.scalar_type() == compute_.scalar_type() ? at::Tensor() : compute_.narrow(0, 0, layout_.trained);
+void FlatParameter::bring_in(BufferPool& pool, const Group& gathers, std::int64_t place) {
+  if (present_) return;
+  memory_ = pool.borrow(layout_.bytes, place);
+  storage_.set_data_ptr_noswap({memory_->data(), storage_.device()});
+  present_ = true;
+  gather_ = gather_into(memory_->bytes(layout_.bytes), kept_ ? kept_group_ : gathers);
 }
 
-at::Tensor FlatParameter::view(const at::Tensor& flat, std::size_t segment) const {
+void FlatParameter::take_part(BufferPool& pool, const Group& gathers) {
+  if (always_present_) return;
+  const auto scratch = pool.borrow(layout_.bytes);
+  gather_into(scratch->bytes(layout_.bytes), kept_ ? kept_group_ : gathers).wait();
+}
+
+Work FlatParameter::gather_into(const at::Tensor& whole, const Group& group) {
+  const at::NoGradGuard no_grad;
+  const auto source = kept_ ? kept_->bytes(layout_.bytes / group.size()) : shard_;
+  std::vector<Transfer> transfers;
+  for (const auto& region : layout_.regions) {
+    const auto bytes = region.bytes(), share = bytes / group.size();
+    Transfer transfer{whole.narrow(0, region.begin, bytes), source.narrow(0, region.begin / group.size(), share)};
+    if (source.device() != whole.device()) {
+      auto own = transfer.whole.narrow(0, share * group.rank(), share);
+      own.copy_(transfer.part, /*non_blocking=*/true);
+      transfer.part = std::move(own);
+    }
+    transfers.push_back(std::move(transfer));
+  }
+  return group.all_gather(transfers);
+}
+
+void FlatParameter::await() {
+  gather_.wait();
+  gather_ = {};
+  if (present_) kept_.reset();
+}
+
+void FlatParameter::let_go() {
+  if (always_present_ || !present_) return;
+  await();
+  storage_.set_data_ptr_noswap(nothing(storage_.device()));
+  memory_.reset();
+  present_ = false;
+}
+
+void FlatParameter::let_go_to(BufferPool& pool, const Group& group) {
+  if (always_present_ || !present_) return;
+  await();
+  const at::NoGradGuard no_grad;
+  auto kept = pool.borrow(layout_.bytes / group.size());
+  const auto whole = memory_->bytes(layout_.bytes), part = kept->bytes(layout_.bytes / group.size());
+  for (const auto& region : layout_.regions) {
+    const auto share = region.bytes() / group.size();
+    part.narrow(0, region.begin / group.size(), share)
+        .copy_(whole.narrow(0, region.begin + share * group.rank(), share));
+  }
+  let_go();
+  kept_ = std::move(kept);
+  kept_group_ = group;
+}
+
+Work FlatParameter::refresh(const Group& shard) {
+  const auto [optimizer, gradients, parts] = options_.factors;
+  if (optimizer == parts) return {};
+  const at::NoGradGuard no_grad;
+  std::vector<Transfer> transfers;
+  for (const auto& share : trained_) {
+    const auto& whole = regions_[share.region];
+    transfers.push_back({whole, whole.narrow(0, share.share.begin, share.share.length)});
+  }
+  return shard.all_gather(transfers);
+}
+
+void FlatParameter::take_values() {
+  const at::NoGradGuard no_grad;
+  for (auto& share : trained_) {
+    if (!share.low_precision.defined()) continue;
+    const auto now = regions_[share.region].narrow(0, share.share.begin, share.share.length);
+    const auto before = share.low_precision.to(now.device());
+    // Where nothing was changed the master keeps what rounding had taken away.
+    const auto changed = now.ne(before).to(share.master.device());
+    share.master.copy_(at::where(changed, now.to(share.master.options()), share.master));
+  }
+  for (std::size_t at = 0; at < regions_.size() && !always_present_; ++at) {
+    const Share kept = share_of(layout_.regions[at], options_.factors.parameters, options_.rank);
+    held_[at].copy_(regions_[at].narrow(0, kept.begin, kept.length));
+  }
+  values_changed();
+}
+
+void FlatParameter::open_gradients(BufferPool& pool) {
+  if (gradients_open_) return;
+  const at::NoGradGuard no_grad;
+  std::int64_t bytes = 0;
+  const auto type_of = [&](const TrainedShare& share) { return options_.travelling.value_or(share.gradient.scalar_type()); };
+  for (const auto& share : trained_)
+    bytes += layout_.regions[share.region].elements * static_cast<std::int64_t>(c10::elementSize(type_of(share)));
+  gradient_memory_ = pool.borrow(bytes);
+  const auto memory = gradient_memory_->bytes(bytes);
+  bytes = 0;
+  for (const auto& share : trained_) {
+    const auto elements = layout_.regions[share.region].elements;
+    const auto size = elements * static_cast<std::int64_t>(c10::elementSize(type_of(share)));
+    gradients_[share.region] = memory.narrow(0, bytes, size).view(type_of(share));
+    bytes += size;
+  }
+  // What lies between segments is reduced along with them.
+  std::vector<std::int64_t> ends(layout_.regions.size());
+  const auto zero = [&](std::size_t region, std::int64_t end) {
+    if (end > ends[region]) gradients_[region].narrow(0, ends[region], end - ends[region]).zero_();
+  };
+  for (std::size_t at = 0; at < layout_.segments.size(); ++at) {
+    const auto& segment = layout_.segments[at];
+    if (!layout_.trained(at)) continue;
+    zero(segment.region, segment.offset);
+    ends[segment.region] = segment.offset + segment.elements;
+  }
+  for (const auto& share : trained_) zero(share.region, layout_.regions[share.region].elements);
+  std::fill(written_.begin(), written_.end(), false);
+  gradients_open_ = true;
+}
+
+std::shared_ptr<PoolBuffer> FlatParameter::close_gradients() {
+  if (keeps_gradients_) return nullptr;
+  gradients_open_ = false;
+  for (auto& gradient : gradients_) gradient.reset();
+  std::fill(written_.begin(), written_.end(), false);
+  return std::exchange(gradient_memory_, nullptr);
+}
+
+at::Tensor FlatParameter::gradient_view(std::size_t segment) const {
   // Not a view in autograd's eyes: optimizers of torch's detach gradients in place, which views refuse.
   const at::AutoDispatchBelowADInplaceOrView plain;
   const auto& place = layout_.segments[segment];
-  return flat.narrow(0, place.offset, place.elements).view(parameters_[segment].sizes());
+  return gradients_[place.region].narrow(0, place.offset, place.elements).view(parameters_[segment].sizes());
 }
 
 std::size_t FlatParameter::segment(const std::string& name) const {
   for (std::size_t at = 0; at < layout_.segments.size(); ++at)
     if (layout_.segments[at].name == name) return at;
   fail("no parameter '{}' in this flat parameter of {} segments", name, layout_.segments.size());
+}
+
+std::string FlatParameter::parameter_in(const at::Tensor& tensor) const {
+  if (!tensor.has_storage() || tensor.storage().unsafeGetStorageImpl() != storage_.unsafeGetStorageImpl()) return {};
+  const auto at = tensor.storage_offset() * static_cast<std::int64_t>(tensor.element_size());
+  for (const auto& segment : layout_.segments) {
+    const auto& region = layout_.regions[segment.region];
+    const auto begin = region.begin + segment.offset * plan::bytes_of(region.compute);
+    if (at >= begin && at < begin + segment.elements * plan::bytes_of(region.compute)) return segment.name;
+  }
+  return layout_.segments.front().name;
+}
+
+void FlatParameter::require_intact() const {
+  for (std::size_t at = 0; at < parameters_.size(); ++at) {
+    const auto& now = parameters_[at];
+    const auto& made = views_[at];
+    if (now.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl() &&
+        now.sizes() == made.sizes() && now.scalar_type() == made.scalar_type())
+      continue;
+    fail("parameter '{}' was given another shape, dtype or memory after shard(): change values inside "
+         "Engine::full_parameters, shapes before shard()",
+         layout_.segments[at].name);
+  }
 }
 
 }  // namespace bonfire

@@ -1,59 +1,132 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "bonfire/base/api.h"
+#include "bonfire/comm/group.h"
 #include "bonfire/plan/layout.h"
+#include "bonfire/plan/sharding.h"
+#include "bonfire/shard/buffer_pool.h"
+#include "bonfire/shard/share.h"
 
 namespace bonfire {
 
-// Several parameters as one padded, contiguous buffer. The module's own tensors stay what they are to the user (names,
-// shapes, identity): they become views of the buffer. Trained segments come first and have a gradient and, where the
-// optimizer works in a higher precision than forward, a master copy.
+// How the memory of a flat parameter is divided over a shard group.
+struct FlatOptions {
+  plan::Factors factors{};
+  int rank = 0;  // in the shard group
+  // What gradients are kept in; undefined: each region's master type.
+  std::optional<at::ScalarType> gradient{};
+  // What they are while they are whole and on their way to be reduced, where they are not kept whole.
+  std::optional<at::ScalarType> travelling{};
+  // Where the share that is always held lies, and where masters do: the parameters' own device, or the host.
+  std::optional<at::Device> shard_device{}, master_device{};
+};
+
+// This rank's share of one trained region, as an optimizer sees it: 1-D tensors of one length.
+struct TrainedShare {
+  std::size_t region = 0;
+  Share share{};
+  at::Tensor master;
+  at::Tensor gradient;
+  at::Tensor low_precision;  // what forward reads, where that is a rounded copy of the master; otherwise undefined
+};
+
+// Several parameters as one padded buffer. The module's own tensors stay what they are to the user (names, shapes,
+// identity): they become views, made once, of one storage whose memory can come and go. What a rank always holds is its
+// share: the part of each region that the factors leave to it.
 class BONFIRE_API FlatParameter {
  public:
-  // `parameters` in the order of the layout's segments. Their values move into the flat buffer, in `compute` dtype; masters
-  // keep the parameters' own dtype where that is another.
-  FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> parameters, at::ScalarType compute);
-  // The same parameters laid out anew: master values and gradients come from where they were.
-  FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> parameters, std::span<const FlatParameter* const> before);
+  // `parameters` in the order of the layout's segments, their memory present. Their values are cut into shares; their own
+  // memory is let go.
+  FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> parameters, const FlatOptions& options);
+  ~FlatParameter();
+  FlatParameter(const FlatParameter&) = delete;
+  FlatParameter& operator=(const FlatParameter&) = delete;
 
   const plan::FlatLayout& layout() const { return layout_; }
+  const FlatOptions& options() const { return options_; }
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-
-  // What forward reads: 1-D, every segment.
-  const at::Tensor& compute() const { return compute_; }
-  // What the optimizer updates: 1-D, the trained part. The same memory as compute() where the dtypes agree.
-  const at::Tensor& master() const { return master_; }
-  // The trained part of compute() where it is a rounded copy of the master; otherwise undefined.
-  at::Tensor low_precision() const;
-  // 1-D, the trained part, in the master's dtype; padding is always zero.
-  const at::Tensor& gradient() const { return gradient_; }
-
-  // The part of `flat` (master or gradient) that belongs to a segment, in the parameter's shape.
-  at::Tensor view(const at::Tensor& flat, std::size_t segment) const;
   std::size_t segment(const std::string& name) const;
+  at::Device device() const { return storage_.device(); }
+  // The name of the parameter in whose memory `tensor` lies; empty: in none.
+  std::string parameter_in(const at::Tensor& tensor) const;
 
-  // Whether a segment's gradient holds something since it was last spent.
+  // --- What forward reads. Memory may be read only while it is in.
+  bool present() const { return present_; }
+  // The whole buffer comes in, in memory of the pool (which must outlive the stay), filled by a gather that has only begun.
+  // Nothing to do where it is always in.
+  void bring_in(BufferPool& pool, const Group& gathers, std::int64_t place);
+  // Stream: the current one waits until the gather has ended.
+  void await();
+  // The memory goes out. Stream: work of the current stream that reads it may still run; the pool knows.
+  void let_go();
+  // A gather that others need and this rank does not: into memory that is given back at once.
+  void take_part(BufferPool& pool, const Group& gathers);
+  // Between forward and backward only this rank's part among `group` is kept, to gather from it: a smaller group.
+  void let_go_to(BufferPool& pool, const Group& group);
+  void forget_kept() { kept_.reset(); }
+  // The whole of a region; REQUIRES: present().
+  at::Tensor region(std::size_t index) const { return regions_[index]; }
+  // This rank's own part of a region, always held.
+  at::Tensor held(std::size_t index) const { return held_[index]; }
+  // After an update: what the others changed comes to this rank, where the whole is held but only a share updated. Begins
+  // at once. Collective.
+  Work refresh(const Group& shard);
+  // The shares take the values that the parameters have now, where these were changed while they were in.
+  void take_values();
+
+  // --- What the optimizer updates.
+  std::vector<TrainedShare>& trained() { return trained_; }
+  const std::vector<TrainedShare>& trained() const { return trained_; }
+
+  // --- Gradients while they are whole: the buffer that backward writes to.
+  // Comes in from the pool where gradients are kept as shares; otherwise it is always there.
+  void open_gradients(BufferPool& pool);
+  bool gradients_open() const { return gradients_open_; }
+  bool keeps_whole_gradients() const { return keeps_gradients_; }
+  // Of a trained region, whole; REQUIRES: gradients_open().
+  at::Tensor gradient(std::size_t region) const { return gradients_[region]; }
+  at::Tensor gradient_view(std::size_t segment) const;
+  // Hands over the pool's memory of the whole gradients to whoever reduces them.
+  std::shared_ptr<PoolBuffer> close_gradients();
+  // Whether a segment's whole gradient holds something since it was opened or spent.
   bool written(std::size_t segment) const { return written_[segment]; }
   void set_written(std::size_t segment, bool written) { written_[segment] = written; }
+  // Whether the shares' gradients hold something since they were spent.
+  bool share_written() const { return share_written_; }
+  void set_share_written(bool written) { share_written_ = written; }
 
-  // Counts the changes of the values: noted at forward and compared at backward by whoever can.
+  // Counts the changes of the values: noted at forward and compared at backward.
   std::int64_t generation() const { return generation_; }
   void values_changed() { ++generation_; }
 
+  // Names the first parameter whose shape, dtype or storage is no longer what it was made.
+  void require_intact() const;
+
  private:
-  void adopt(std::size_t segment, const at::Tensor& value);
+  Work gather_into(const at::Tensor& whole, const Group& group);
 
   plan::FlatLayout layout_;
+  FlatOptions options_;
   std::vector<at::Tensor> parameters_;
-  at::Tensor compute_, master_, gradient_;
+  std::vector<at::Tensor> views_;  // what the parameters were made
+  c10::Storage storage_;           // of the whole
+  at::Tensor shard_;               // bytes of what is always held; the whole where nothing is divided
+  std::vector<at::Tensor> regions_, held_, gradients_;
+  std::vector<TrainedShare> trained_;
   std::vector<char> written_;
+  bool always_present_ = false, keeps_gradients_ = false;  // where nothing is divided
+  bool share_written_ = false, gradients_open_ = false, present_ = false;
+  std::shared_ptr<PoolBuffer> memory_, gradient_memory_, kept_;
+  Group kept_group_;  // where the next gather comes from, if not from the shards
+  Work gather_;
   std::int64_t generation_ = 0;
 };
 

@@ -41,15 +41,15 @@ PowerSgd::Bucket& PowerSgd::prepare(std::size_t index, const FlatParameter& flat
 
   std::int64_t left = 0, right = 0;
   const auto& segments = flat.layout().segments;
-  for (std::size_t at = 0; at < segments.size() && segments[at].trained; ++at) {
+  for (std::size_t at = 0; at < segments.size() && flat.layout().trained(at); ++at) {
     const auto low = plan::low_rank(flat.parameters()[at].sizes().vec(), rank_);
     left += low.rank ? low.rows * low.rank : segments[at].elements;
     right += low.columns * low.rank;
   }
-  bucket.left = at::zeros({left}, flat.gradient().options());
-  bucket.right = at::zeros({right}, flat.gradient().options());
+  bucket.left = at::zeros({left}, flat.gradient(0).options());
+  bucket.right = at::zeros({right}, flat.gradient(0).options());
   left = right = 0;
-  for (std::size_t at = 0; at < segments.size() && segments[at].trained; ++at) {
+  for (std::size_t at = 0; at < segments.size() && flat.layout().trained(at); ++at) {
     const auto low = plan::low_rank(flat.parameters()[at].sizes().vec(), rank_);
     if (low.rank == 0) {
       bucket.plains.push_back({at, bucket.left.narrow(0, left, segments[at].elements)});
@@ -61,7 +61,7 @@ PowerSgd::Bucket& PowerSgd::prepare(std::size_t index, const FlatParameter& flat
     matrix.size = low;
     matrix.left = bucket.left.narrow(0, left, low.rows * low.rank).view({low.rows, low.rank});
     matrix.right = bucket.right.narrow(0, right, low.columns * low.rank).view({low.columns, low.rank});
-    matrix.error = at::zeros({low.rows, low.columns}, flat.gradient().options());
+    matrix.error = at::zeros({low.rows, low.columns}, flat.gradient(0).options());
     fill_start(matrix.right, index, at);
     left += low.rows * low.rank;
     right += low.columns * low.rank;
@@ -73,12 +73,12 @@ void PowerSgd::begin(std::size_t index, FlatParameter& flat) {
   const at::NoGradGuard no_grad;
   auto& bucket = prepare(index, flat);
   for (auto& matrix : bucket.matrices) {
-    auto gradient = flat.view(flat.gradient(), matrix.segment).view({matrix.size.rows, matrix.size.columns});
+    auto gradient = flat.gradient_view(matrix.segment).view({matrix.size.rows, matrix.size.columns});
     gradient.add_(matrix.error);
     orthogonalize(matrix.right);
     at::mm_out(matrix.left, gradient, matrix.right);
   }
-  for (auto& plain : bucket.plains) plain.travelling.copy_(flat.view(flat.gradient(), plain.segment).view(-1));
+  for (auto& plain : bucket.plains) plain.travelling.copy_(flat.gradient_view(plain.segment).view(-1));
   bucket.work = replicas_.all_reduce(bucket.left, Reduce::average);
 }
 
@@ -86,11 +86,11 @@ void PowerSgd::advance(std::size_t index, FlatParameter& flat) {
   const at::NoGradGuard no_grad;
   auto& bucket = buckets_.at(index);
   bucket.work.wait();
-  for (auto& plain : bucket.plains) flat.view(flat.gradient(), plain.segment).view(-1).copy_(plain.travelling);
+  for (auto& plain : bucket.plains) flat.gradient_view(plain.segment).view(-1).copy_(plain.travelling);
   bucket.work = {};
   if (bucket.matrices.empty()) return;
   for (auto& matrix : bucket.matrices) {
-    const auto gradient = flat.view(flat.gradient(), matrix.segment).view({matrix.size.rows, matrix.size.columns});
+    const auto gradient = flat.gradient_view(matrix.segment).view({matrix.size.rows, matrix.size.columns});
     orthogonalize(matrix.left);
     at::mm_out(matrix.right, gradient.t(), matrix.left);
   }
@@ -102,7 +102,7 @@ void PowerSgd::end(std::size_t index, FlatParameter& flat) {
   auto& bucket = buckets_.at(index);
   bucket.work.wait();
   for (auto& matrix : bucket.matrices) {
-    auto gradient = flat.view(flat.gradient(), matrix.segment).view({matrix.size.rows, matrix.size.columns});
+    auto gradient = flat.gradient_view(matrix.segment).view({matrix.size.rows, matrix.size.columns});
     const auto sent = at::mm(matrix.left, matrix.right.t());
     at::sub_out(matrix.error, gradient, sent);
     gradient.copy_(sent);

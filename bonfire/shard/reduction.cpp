@@ -15,13 +15,17 @@ class Average final : public Reduction {
 
   void begin(std::size_t bucket, FlatParameter& flat) override {
     works_.resize(std::max(works_.size(), bucket + 1));
-    works_[bucket] = replicas_.all_reduce(flat.gradient(), Reduce::average);
+    for (const auto& share : flat.trained())
+      works_[bucket].push_back(replicas_.all_reduce(share.gradient, Reduce::average));
   }
-  void end(std::size_t bucket, FlatParameter&) override { works_.at(bucket).wait(); }
+  void end(std::size_t bucket, FlatParameter&) override {
+    for (auto& work : works_.at(bucket)) work.wait();
+    works_[bucket].clear();
+  }
 
  private:
   Group replicas_;
-  std::vector<Work> works_;
+  std::vector<std::vector<Work>> works_;
 };
 
 // Gradients travel in two bytes each. They are divided before they are rounded, so that a sum of fp16 does not overflow.
@@ -32,27 +36,31 @@ class Rounded final : public Reduction {
   void begin(std::size_t bucket, FlatParameter& flat) override {
     const at::NoGradGuard no_grad;
     buckets_.resize(std::max(buckets_.size(), bucket + 1));
-    auto& [work, rounded] = buckets_[bucket];
-    rounded = flat.gradient().div(replicas_.size()).to(wire_);
-    work = replicas_.all_reduce(rounded, Reduce::sum);
+    for (const auto& share : flat.trained()) {
+      auto rounded = share.gradient.div(replicas_.size()).to(wire_);
+      auto work = replicas_.all_reduce(rounded, Reduce::sum);
+      buckets_[bucket].push_back({std::move(work), std::move(rounded)});
+    }
   }
 
   void end(std::size_t bucket, FlatParameter& flat) override {
     const at::NoGradGuard no_grad;
-    auto& [work, rounded] = buckets_.at(bucket);
-    work.wait();
-    flat.gradient().copy_(rounded);
-    rounded.reset();
+    auto& parts = buckets_.at(bucket);
+    for (std::size_t at = 0; at < parts.size(); ++at) {
+      parts[at].work.wait();
+      flat.trained()[at].gradient.copy_(parts[at].rounded);
+    }
+    parts.clear();
   }
 
  private:
-  struct Bucket {
+  struct Part {
     Work work;
     at::Tensor rounded;
   };
   Group replicas_;
   at::ScalarType wire_;
-  std::vector<Bucket> buckets_;
+  std::vector<std::vector<Part>> buckets_;
 };
 
 }  // namespace

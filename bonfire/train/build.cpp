@@ -24,8 +24,9 @@ Sharded sharded(const std::string& name) {
 
 ShardOptions engine_options(const Config& config) {
   ShardOptions options{.what = sharded(config.layout.sharded)};
-  if (config.train.precision == "bf16") options.compute = at::kBFloat16;
-  if (config.train.precision == "fp16") options.compute = at::kHalf;
+  if (config.train.precision == "bf16") options.precision.parameters = at::kBFloat16;
+  if (config.train.precision == "fp16") options.precision.parameters = at::kHalf;
+  options.precision.scaled_loss = config.train.precision == "fp16";
   // The same numbers as the prediction's.
   const auto layout = data_parallel_of(config);
   options.buckets = layout.buckets;

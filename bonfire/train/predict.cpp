@@ -50,9 +50,9 @@ MemoryPrediction predict_memory(const Config& config) {
   const auto model = plan::describe(config.model.spec);
   const auto layout = data_parallel_of(config);
   std::int64_t all = 0, trained = 0;  // elements, with padding
-  for (const auto& flat : plan::bucket(plan::groups_in_backward_order(model), layout.buckets)) {
-    all += flat.total;
-    trained += flat.trained;
+  for (const auto& flat : plan::flats_of(model, layout)) {
+    for (const auto& region : flat.regions) all += region.elements;
+    trained += flat.trained_elements();
   }
   constexpr std::int64_t master_bytes = 4;
   const std::int64_t compute_bytes = config.train.precision == "fp32" ? 4 : 2;

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include <numeric>
+#include <algorithm>
 
 #include "bonfire/base/error.h"
 
@@ -27,65 +27,76 @@ TEST(Bucket, ClosesWhenItsSizeIsReached) {
   EXPECT_EQ(buckets[2].groups, (std::vector<std::size_t>{4, 5, 6}));
 }
 
-// Whatever the sizes: every parameter has its own aligned place, trained ones first, and sizes divide by the factor.
+// Whatever the sizes and types: every parameter has its own aligned place in a region of its kind, trained regions come
+// first, and each region can be cut into equal parts.
 TEST(Bucket, PlacesEverythingOnceAlignedAndPadded) {
-  for (const int shard : {1, 2, 3, 8}) {
+  for (const int parts : {1, 2, 3, 8}) {
     std::vector<ParameterGroup> groups{group("a", {1, 7, 1000}), group("b", {64}, false), group("c", {3, 65})};
     groups[0].parameters[1].trained = false;
-    const auto buckets = bucket(groups, {.bucket_bytes = 1 << 20, .first_bucket_bytes = 1 << 20, .shard = shard});
+    groups[2].parameters[0].compute = Dtype::bf16;
+    const auto buckets = bucket(groups, {.bucket_bytes = 1 << 20, .first_bucket_bytes = 1 << 20, .parts = parts});
     ASSERT_EQ(buckets.size(), 1u);
     const auto& flat = buckets[0];
     ASSERT_EQ(flat.segments.size(), 6u);
-    std::int64_t end = 0;
-    bool frozen = false;
-    for (const auto& segment : flat.segments) {
-      EXPECT_GE(segment.offset, end);
-      EXPECT_EQ(segment.offset % segment_alignment, 0);
-      EXPECT_TRUE(segment.trained || segment.offset >= flat.trained);
-      EXPECT_TRUE(!segment.trained || segment.offset + segment.elements <= flat.trained);
-      EXPECT_FALSE(frozen && segment.trained);
-      frozen = frozen || !segment.trained;
-      end = segment.offset + segment.elements;
+    ASSERT_EQ(flat.regions.size(), 3u);
+    std::int64_t begin = 0, trained = 0;
+    for (std::size_t at = 0; at < flat.regions.size(); ++at) {
+      const auto& region = flat.regions[at];
+      EXPECT_EQ(region.begin, begin);
+      EXPECT_EQ(region.elements % (segment_alignment * parts), 0);
+      begin += region.bytes();
+      trained += region.trained ? region.elements : 0;
+      EXPECT_TRUE(at == 0 || flat.regions[at - 1].trained || !region.trained);
+      std::int64_t end = 0;
+      for (const auto& segment : flat.segments) {
+        if (segment.region != at) continue;
+        EXPECT_GE(segment.offset, end);
+        EXPECT_EQ(segment.offset % segment_alignment, 0);
+        end = segment.offset + segment.elements;
+      }
+      EXPECT_LE(end, region.elements);
+      EXPECT_GT(end, 0);
     }
-    EXPECT_LE(end, flat.total);
-    EXPECT_EQ(flat.trained % (segment_alignment * shard), 0);
-    EXPECT_EQ(flat.total % (segment_alignment * shard), 0);
+    EXPECT_EQ(flat.bytes, begin);
+    EXPECT_EQ(flat.trained_elements(), trained);
+    for (const auto& given : groups)
+      for (const auto& parameter : given.parameters) {
+        const auto at = std::find_if(flat.segments.begin(), flat.segments.end(),
+                                     [&](const Segment& segment) { return segment.name == parameter.name; });
+        ASSERT_NE(at, flat.segments.end());
+        EXPECT_EQ(at->elements, parameter.elements);
+        EXPECT_EQ(flat.regions[at->region].trained, parameter.trained);
+        EXPECT_EQ(flat.regions[at->region].compute, parameter.compute);
+      }
   }
+}
+
+TEST(Bucket, OnePerGroupWhereBuffersComeAndGoWithTheirUnits) {
+  const auto buckets = bucket({group("a", {1}), group("b", {2}), group("c", {3})}, {.one_per_group = true});
+  ASSERT_EQ(buckets.size(), 3u);
+  for (std::size_t at = 0; at < 3; ++at) EXPECT_EQ(buckets[at].groups, (std::vector<std::size_t>{at}));
 }
 
 TEST(Bucket, RefusesWhatMakesNoSense) {
   EXPECT_THROW(bucket({group("a", {1})}, {.bucket_bytes = 0}), Error);
-  EXPECT_THROW(bucket({group("a", {1})}, {.shard = 0}), Error);
+  EXPECT_THROW(bucket({group("a", {1})}, {.parts = 0}), Error);
   EXPECT_TRUE(bucket({}, {}).empty());
 }
 
-TEST(Collectives, OfAStepMoveEachTrainedElementOnce) {
-  const auto model = describe({.type = ModelType::llama, .dim = 64, .layers = 3, .heads = 4, .ffn = 128, .vocab = 256});
-  EXPECT_TRUE(collectives_of_step(model, {.replicate = 1}).empty());
-
-  const auto list = collectives_of_step(model, {.replicate = 4, .buckets = {.bucket_bytes = 1, .first_bucket_bytes = 1}});
-  ASSERT_EQ(list.size(), 3u + 2 + 1);  // blocks, embedding and head, the loss
-  std::int64_t bytes = 0;
-  for (const auto& one : list) {
-    EXPECT_EQ(one.kind, CollectiveKind::all_reduce);
-    if (one.axis == Axis::replicate) bytes += one.bytes;
-  }
-  EXPECT_EQ(bytes, 4 * model.parameter_elements());  // every size here is a multiple of the alignment
-  EXPECT_EQ(list.back(), (Collective{CollectiveKind::all_reduce, Axis::data, 8}));
-  // Backward begins at the head: its norm and its product.
-  EXPECT_EQ(list.front().bytes, 4 * (64 + 256 * 64));
-}
-
-TEST(Collectives, CompressionMakesThemSmaller) {
-  const auto model = describe({.type = ModelType::mlp, .dim = 64, .layers = 2, .ffn = 128, .vocab = 256});
-  const auto sum = [&](Compression compression) {
-    const auto list = collectives_of_step(model, {.replicate = 2, .compression = compression, .powersgd_rank = 2});
-    return std::accumulate(list.begin(), list.end() - 1, std::int64_t{0},
-                           [](auto total, const auto& one) { return total + one.bytes; });
-  };
-  EXPECT_EQ(sum(Compression::bf16) * 2, sum(Compression::none));
-  EXPECT_EQ(sum(Compression::fp16), sum(Compression::bf16));
-  EXPECT_LT(sum(Compression::powersgd) * 4, sum(Compression::none));
+TEST(Flats, HaveTheTypesOfTheLayout) {
+  const auto model = describe({.type = ModelType::llama, .dim = 64, .layers = 1, .heads = 4, .ffn = 128, .vocab = 256});
+  const DataParallel layout{
+      .shard = 2, .what = Sharded::parameters, .compute = Dtype::bf16, .keep = [](const std::string& name) {
+        return name.find("norm") != std::string::npos;
+      }};
+  const auto flats = flats_of(model, layout);
+  ASSERT_EQ(flats.size(), 3u);
+  for (const auto& flat : flats)
+    for (const auto& segment : flat.segments) {
+      const bool norm = segment.name.find("norm") != std::string::npos;
+      EXPECT_EQ(flat.regions[segment.region].compute, norm ? Dtype::fp32 : Dtype::bf16) << segment.name;
+      EXPECT_EQ(flat.regions[segment.region].master, Dtype::fp32);
+    }
 }
 
 TEST(LowRank, OnlyWhereItHelps) {

@@ -69,7 +69,7 @@ at::Tensor train(int ranks, const Case& run, std::vector<double>* losses = nullp
   run_ranks(ranks, [&](World& world) {
     Plain model(run.dtype);
     Engine engine = shard(world.mesh({.replicate = ranks}), model,
-                          {.compute = run.compute, .buckets = run.buckets, .reduction = run.reduction});
+                          {.precision = {.parameters = run.compute}, .buckets = run.buckets, .reduction = run.reduction});
     std::unique_ptr<Optimizer> optimizer;
     if (run.adam)
       optimizer = std::make_unique<AdamW>(engine, AdamOptions{.lr = 0.05, .weight_decay = 0.1});
@@ -380,10 +380,10 @@ TEST(DataParallel, MixedPrecisionKeepsMasters) {
 
   run_ranks(1, [](World& world) {
     Plain model(at::kFloat);
-    Engine engine = shard(world.mesh({}), model, {.compute = at::kBFloat16});
+    Engine engine = shard(world.mesh({}), model, {.precision = {.parameters = at::kBFloat16}});
     EXPECT_EQ(model.first->weight.scalar_type(), at::kBFloat16);
-    EXPECT_EQ(engine.flats().front()->master().scalar_type(), at::kFloat);
-    EXPECT_EQ(engine.flats().front()->gradient().scalar_type(), at::kFloat);
+    EXPECT_EQ(engine.flats().front()->trained().front().master.scalar_type(), at::kFloat);
+    EXPECT_EQ(engine.flats().front()->trained().front().gradient.scalar_type(), at::kFloat);
     // Steps far smaller than bf16 can tell apart add up in the masters.
     Sgd optimizer(engine, {.lr = 1e-5});
     const auto before = model.last->weight.detach().clone();
@@ -393,7 +393,8 @@ TEST(DataParallel, MixedPrecisionKeepsMasters) {
     }
     EXPECT_TRUE(at::equal(model.last->weight, before));
     bool moved = false;
-    for (auto& flat : engine.flats()) moved |= !at::equal(flat->master(), flat->low_precision().to(at::kFloat));
+    for (auto& flat : engine.flats())
+      for (auto& share : flat->trained()) moved |= !at::equal(share.master, share.low_precision.to(at::kFloat));
     EXPECT_TRUE(moved);
   });
 }

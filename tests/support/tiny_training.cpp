@@ -77,9 +77,17 @@ std::pair<at::Tensor, at::Tensor> tiny_data(const plan::ModelSpec& spec, int ste
 TinyOutcome train_tiny(const World& world, const TinyRun& run) {
   auto model = build_model(run.spec, {.seed = 5, .dtype = run.dtype, .device = world.device()});
   const int ranks = world.size();
-  const Mesh mesh = world.mesh({.replicate = ranks});
-  Engine engine =
-      shard(mesh, *model, {.compute = run.compute, .buckets = {.bucket_bytes = 4096, .first_bucket_bytes = 512}});
+  if (run.frozen) {
+    bool even = true;
+    for (auto& parameter : model->parameters())
+      if ((even = !even)) parameter.set_requires_grad(false);
+  }
+  const Mesh mesh = world.mesh({.replicate = ranks / run.factor, .shard = run.factor});
+  auto options = run.options;
+  options.precision.parameters = run.compute;
+  options.precision.scaled_loss = run.scaled;
+  options.buckets = {.bucket_bytes = 4096, .first_bucket_bytes = 512};
+  Engine engine = shard(mesh, *model, options);
   AdamW optimizer(engine, {.lr = 0.01, .weight_decay = 0.1});
   GradScaler scaler({.scale = 128});
   const std::int64_t mine = tiny_samples / ranks, part = mine / run.accumulation;
@@ -100,6 +108,7 @@ TinyOutcome train_tiny(const World& world, const TinyRun& run) {
     outcome.losses.push_back(mesh.group(Axis::data).sum(sum) / ranks);
   }
   engine.check_equal();
+  const auto whole = engine.full_parameters();
   std::vector<at::Tensor> flat;
   for (auto& parameter : model->parameters()) flat.push_back(parameter.detach().to(at::kCPU, at::kDouble).reshape(-1));
   outcome.weights = at::cat(flat);

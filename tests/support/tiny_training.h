@@ -8,6 +8,7 @@
 
 #include "bonfire/comm/world.h"
 #include "bonfire/plan/model.h"
+#include "bonfire/shard/engine.h"
 
 // Models small enough to be trained many times over in a test, and one way to train them on any number of ranks.
 namespace bonfire::testing {
@@ -32,6 +33,9 @@ struct TinyRun {
   at::ScalarType dtype = at::kDouble;
   std::optional<at::ScalarType> compute{};
   bool scaled = false;  // with a gradient scaler
+  bool frozen = false;  // every second parameter
+  int factor = 1;       // the sharding factor; must divide the ranks
+  ShardOptions options{};
 };
 
 struct TinyOutcome {

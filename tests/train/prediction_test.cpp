@@ -35,9 +35,11 @@ std::int64_t bytes_of(const at::Tensor& tensor) { return static_cast<std::int64_
 Held held_by(const Run& run) {
   Held held{.optimizer = run.optimizer->state_bytes()};
   for (const auto& flat : run.engine.flats()) {
-    held.parameters += bytes_of(flat->compute());
-    if (!flat->master().is_alias_of(flat->compute())) held.parameters += bytes_of(flat->master());
-    held.gradients += bytes_of(flat->gradient());
+    held.parameters += bytes_of(flat->held(0));
+    for (const auto& share : flat->trained()) {
+      if (share.low_precision.defined()) held.parameters += bytes_of(share.master);
+      held.gradients += bytes_of(share.gradient);
+    }
   }
   return held;
 }

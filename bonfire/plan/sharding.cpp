@@ -1,0 +1,29 @@
+#include "bonfire/plan/sharding.h"
+
+#include "bonfire/base/error.h"
+
+namespace bonfire::plan {
+
+Factors factors_of(Sharded what, int shard, Accumulation accumulation) {
+  require(shard >= 1, "sharding factor is {}, must be at least 1", shard);
+  if (what == Sharded::none && shard > 1)
+    fail_config("sharding factor {} with nothing sharded; allowed: a factor of 1, or optimizer | gradients | parameters",
+                shard);
+  Factors factors;
+  if (what >= Sharded::optimizer) factors.optimizer = shard;
+  if (what >= Sharded::gradients && accumulation == Accumulation::sharded) factors.gradients = shard;
+  if (what >= Sharded::parameters) factors.parameters = shard;
+  return factors;
+}
+
+const char* name_of(Sharded what) {
+  switch (what) {
+    case Sharded::none: return "none";
+    case Sharded::optimizer: return "optimizer";
+    case Sharded::gradients: return "gradients";
+    case Sharded::parameters: return "parameters";
+  }
+  return "?";
+}
+
+}  // namespace bonfire::plan

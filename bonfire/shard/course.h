@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "bonfire/base/api.h"
+
+namespace bonfire {
+
+// The gathers of one pass (everything from one end of backward to the next, or one evaluation) in the order in which all
+// ranks issue them.
+struct Course {
+  struct Entry {
+    std::size_t unit = 0;
+    int uses = 1;            // how many runs of the Unit, forward or backward, one gather serves
+    bool from_kept = false;  // comes after a stay in forward: what was kept between is gathered, if anything was
+    bool operator==(const Entry&) const = default;
+  };
+  std::vector<Entry> entries;
+};
+
+// Writes down what a pass without a course did.
+class BONFIRE_API CourseNotes {
+ public:
+  void gathered(std::size_t unit);
+  void used(std::size_t unit);
+  // `forward`: backward has yet to come.
+  void released(std::size_t unit, bool forward);
+
+  // The course that does the same with fewer gathers: a Unit that is needed again before any other is gathered stays.
+  Course course() const;
+
+ private:
+  enum class What { gathered, used, released, released_in_forward };
+  struct Note {
+    What what;
+    std::size_t unit;
+  };
+  std::vector<Note> notes_;
+};
+
+}  // namespace bonfire

@@ -1,0 +1,112 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bonfire/nn/gradient_slots.h"
+#include "bonfire/shard/buffer_pool.h"
+#include "bonfire/shard/engine.h"
+#include "bonfire/shard/equality.h"
+#include "bonfire/shard/reducer.h"
+#include "bonfire/shard/residency.h"
+
+namespace bonfire {
+
+// Lets layers of ours write a parameter's gradient straight into the flat buffer. Outlives the engine where the module does;
+// from then on the gradient is the parameter's own again.
+class FlatSink final : public GradientSink {
+ public:
+  FlatSink(at::Tensor parameter, std::function<at::Tensor(bool& fresh)> home)
+      : parameter_(std::move(parameter)), home_(std::move(home)) {}
+
+  at::Tensor buffer(bool& fresh) override;
+  // The parameter's own hook tells when all uses have arrived: autograd calls it with no gradient then.
+  void arrived() override {}
+  void leave() { home_ = nullptr; }
+
+ private:
+  at::Tensor parameter_;
+  std::function<at::Tensor(bool& fresh)> home_;
+};
+
+struct Engine::State {
+  // One trained or frozen parameter of the module.
+  struct Parameter {
+    std::string name;
+    at::Tensor tensor;
+    std::size_t group = 0;
+    at::ScalarType master = at::kFloat;   // the dtype it was given in, which its optimizer state keeps
+    at::ScalarType compute = at::kFloat;  // what forward reads
+    bool trained = true;
+    std::size_t flat = 0, segment = 0;  // where it lies now
+    std::size_t arrived = 0;            // in this backward: how many of `tensor` and `tied`
+    std::shared_ptr<FlatSink> sink{};   // of layers that can use one
+    std::vector<at::Tensor> tied{};     // other tensors of the module over the same memory
+    at::Tensor carried{};               // a gradient on its way to another flat buffer
+
+    std::vector<at::Tensor> all() const {
+      std::vector<at::Tensor> tensors{tensor};
+      tensors.insert(tensors.end(), tied.begin(), tied.end());
+      return tensors;
+    }
+  };
+
+  State(const Mesh& mesh, torch::nn::Module& module, ShardOptions options);
+  ~State();
+
+  // --- Where everything lies (engine_layout.cpp).
+  void check_options();
+  void find_parameters(torch::nn::Module& module);
+  void start_equal();
+  void install(torch::nn::Module& module);
+  void lay_out(const std::vector<std::size_t>& order_of_groups);
+  std::unique_ptr<FlatParameter> make_flat(plan::FlatLayout layout, const std::vector<std::size_t>& members);
+  void dissolve(const FlatParameter& flat);
+  void tell_residency();
+  void follow_freezing();
+  void learn_order();
+  // Whether parameters have memory only while their Unit runs.
+  bool comes_and_goes() const { return factors.parameters > 1 || options.offload == Offload::parameters; }
+
+  // --- One backward (engine.cpp).
+  void begin_backward(bool last);
+  void arrive(Parameter& parameter, const at::Tensor& tensor);
+  at::Tensor sink_buffer(Parameter& parameter, bool& fresh);
+  void launch_ready();
+  void end_backward();
+  void run_backward(const at::Tensor& loss, bool last);
+  void broadcast_buffers();
+  void scale_gradients(double factor);
+
+  Mesh mesh;
+  ShardOptions options;
+  plan::Factors factors;
+  std::optional<at::ScalarType> wire;
+  std::vector<Parameter> parameters;
+  std::vector<ModuleGroup> groups;
+  std::vector<std::vector<std::size_t>> members;  // of each group, by their numbers in `parameters`
+  std::vector<at::Tensor> buffers;
+  std::vector<UnitSeam*> seams;
+
+  BufferPool pool;  // of gathered parameters
+  std::shared_ptr<Reduction> reduction;
+  std::optional<Reducer> reducer;
+  std::shared_ptr<Residency> residency;  // where memory comes and goes
+  std::vector<std::unique_ptr<FlatParameter>> flats;
+  std::vector<std::size_t> order;  // of the groups, as backward finishes them
+  std::int64_t version = 0;
+  bool spent = false;
+  std::vector<Work> refreshes;
+
+  // Of the backward that is running.
+  bool running = false, last = false, reducing = false;
+  std::vector<std::size_t> missing;           // per flat: trained parameters whose gradient has not come yet
+  std::vector<std::size_t> missing_in_group;  // per group
+  std::vector<std::size_t> finished_groups;   // in order of arrival
+  std::size_t next = 0;                       // the first flat that was not launched
+  bool learned = false;
+};
+
+}  // namespace bonfire

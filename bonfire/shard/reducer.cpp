@@ -1,0 +1,111 @@
+#include "bonfire/shard/reducer.h"
+
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+
+namespace bonfire {
+namespace {
+
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.data_ptr() == b.data_ptr() && a.scalar_type() == b.scalar_type();
+}
+
+}  // namespace
+
+void Reducer::begin(Flats& flats, bool last) {
+  flats_ = &flats;
+  last_ = last;
+  launched_.assign(flats.size(), false);
+}
+
+void Reducer::open(FlatParameter& flat) {
+  if (flat.gradients_open()) return;
+  while (flights_.size() >= options_.whole_gradients) land_front();
+  flat.open_gradients(pool_);
+}
+
+void Reducer::launch(std::size_t bucket) {
+  auto& flat = *(*flats_)[bucket];
+  launched_[bucket] = true;
+  if (!flat.layout().any_trained()) return;
+  const at::NoGradGuard no_grad;
+  open(flat);
+  for (std::size_t at = 0; at < flat.layout().segments.size(); ++at) {
+    if (!flat.layout().trained(at) || flat.written(at)) continue;
+    // Not used in this step: it contributes nothing to the average.
+    flat.gradient_view(at).zero_();
+    flat.set_written(at, true);
+  }
+  Flight flight{.bucket = bucket};
+  std::vector<Transfer> transfers;
+  // Sums of two-byte numbers could overflow where their average does not.
+  const bool divide_first = options_.wire && c10::elementSize(*options_.wire) == 2;
+  for (const auto& share : flat.trained()) {
+    auto whole = on_wire(flight, flat.gradient(share.region));
+    if (divide_first && options_.shard.size() > 1) whole.div_(options_.shard.size());
+    transfers.push_back({whole, whole.narrow(0, share.share.begin, share.share.length)});
+    flight.wholes.push_back(std::move(whole));
+  }
+  if (auto memory = flat.close_gradients()) flight.memory.push_back(std::move(memory));
+  flight.work = options_.shard.reduce_scatter(transfers, divide_first ? Reduce::sum : Reduce::average);
+  flights_.push_back(std::move(flight));
+  // Where streams wait for each other the rest is issued at once; a host looks again later.
+  if (!pool_.device().is_cpu()) side_.run([&] { land(flights_.back()); });
+  progress();
+}
+
+// Where nothing travels there is nothing to round.
+at::Tensor Reducer::on_wire(Flight& flight, const at::Tensor& whole) {
+  if (!options_.wire || whole.scalar_type() == *options_.wire || options_.shard.size() == 1) return whole;
+  const auto bytes = whole.numel() * static_cast<std::int64_t>(c10::elementSize(*options_.wire));
+  flight.memory.push_back(pool_.borrow(bytes));
+  auto rounded = flight.memory.back()->bytes(bytes).view(*options_.wire);
+  rounded.copy_(whole);
+  return rounded;
+}
+
+void Reducer::progress() {
+  if (!pool_.device().is_cpu()) return;
+  while (!flights_.empty() && flights_.front().work.done()) land_front();
+}
+
+void Reducer::land(Flight& flight) {
+  const at::NoGradGuard no_grad;
+  auto& flat = *(*flats_)[flight.bucket];
+  flight.work.wait();
+  for (std::size_t at = 0; at < flight.wholes.size(); ++at) {
+    const auto& share = flat.trained()[at];
+    const auto mine = flight.wholes[at].narrow(0, share.share.begin, share.share.length);
+    if (same_memory(mine, share.gradient)) continue;
+    // What earlier microbatches left is in the share, where it is not kept whole until the last one.
+    if (!flat.keeps_whole_gradients() && flat.share_written())
+      share.gradient.add_(mine);
+    else
+      share.gradient.copy_(mine);
+  }
+  flat.set_share_written(true);
+  for (const auto& memory : flight.memory) memory->finished();
+  flight.wholes.clear();
+  flight.landed = true;
+  if (last_) replicas_->begin(flight.bucket, flat);
+}
+
+void Reducer::land_front() {
+  if (!flights_.front().landed) land(flights_.front());
+  flights_.pop_front();
+}
+
+void Reducer::end() {
+  for (std::size_t at = 0; at < launched_.size(); ++at)
+    if (!launched_[at]) launch(at);
+  while (!flights_.empty()) land_front();
+  side_.join();
+  if (!last_) return;
+  const at::NoGradGuard no_grad;
+  for (const auto stage : {&Reduction::advance, &Reduction::end})
+    for (std::size_t at = 0; at < flats_->size(); ++at)
+      if ((*flats_)[at]->layout().any_trained()) ((*replicas_).*stage)(at, *(*flats_)[at]);
+}
+
+}  // namespace bonfire

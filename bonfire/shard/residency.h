@@ -1,0 +1,116 @@
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "bonfire/base/log.h"
+#include "bonfire/comm/group.h"
+#include "bonfire/nn/unit.h"
+#include "bonfire/shard/buffer_pool.h"
+#include "bonfire/shard/course.h"
+#include "bonfire/shard/flat_parameter.h"
+
+namespace bonfire {
+
+struct ResidencyOptions {
+  Group gathers{};
+  Group kept{};               // among whom a Unit is gathered again in backward, where that is a smaller group
+  bool free_after_forward = true;
+  int prefetch = 2;
+  bool prefetch_before_reduction = true;
+  bool negotiate = false;
+  bool debug = false;
+  std::optional<at::ScalarType> inputs{};   // floating-point arguments of Units are cast to it
+  std::optional<at::ScalarType> outputs{};  // and results of the outermost one to this
+  Log log{};
+  std::function<void()> before_pass{};
+};
+
+// Which Units' memory is in, and when: brings it in before a Unit runs, forward or backward, ahead of time where the order is
+// known, and lets it go afterwards. What a Unit's backward needs is known from gates around its forward, not from gradients
+// of parameters.
+//
+// All ranks issue the same gathers in the same order. In a pass without a course they agree on every gather before it
+// begins; from then on they follow the course, each as fast as it gets there. A rank that needs a Unit out of turn issues
+// what lies before it on the course as well; one that needs what the course does not have agrees with the others again.
+class Residency final : public UnitHooks, public std::enable_shared_from_this<Residency> {
+ public:
+  struct Home {
+    UnitSeam* unit = nullptr;
+    FlatParameter* flat = nullptr;  // null: the Unit has no parameters of its own
+    std::string name{};
+  };
+
+  Residency(BufferPool& pool, ResidencyOptions options) : pool_(pool), options_(std::move(options)) {}
+
+  // The Units, after they were laid out (anew). REQUIRES: no pass is under way.
+  void set_units(const std::vector<Home>& homes);
+
+  void before_forward(UnitSeam& seam, std::vector<at::Tensor>& inputs) override;
+  void after_forward(UnitSeam& seam, std::vector<at::Tensor>& outputs) override;
+  void forward_failed(UnitSeam& seam) override;
+
+  // Backward has ended, or a rank has nothing to run: takes part in what other ranks still gather in this pass.
+  void end_pass();
+  // Something threw: the pass is over on this rank.
+  void abandon_pass();
+
+ private:
+  struct Unit {
+    Home home;
+    int active = 0;       // runs, forward or backward, that have begun and not ended
+    int outstanding = 0;  // forwards whose backward has not ended
+    std::ptrdiff_t entry = -1;
+    int uses_left = 0;
+  };
+  // One forward of a Unit and its backward.
+  struct Use {
+    std::size_t unit;
+    std::int64_t generation = 0;
+    bool running_backward = false;
+  };
+  enum class Pass { none, training, evaluation };
+
+  std::size_t index_of(const UnitSeam& seam) const { return index_.at(&seam); }
+  bool following() const { return course_ && !negotiating_; }
+  void begin_pass(Pass pass);
+  void enter(std::size_t unit, bool look_ahead);
+  void leave(std::size_t unit, bool forward);
+  void enter_backward(Use& use);
+  void leave_backward(Use& use);
+  void release(std::size_t unit, bool backward_comes);
+  void look_ahead();
+  void issue(std::size_t entry);
+  void need(std::size_t unit);
+  void negotiate(std::ptrdiff_t wanted);
+  void spare(std::size_t unit);
+  bool gather_comes_from_kept(std::size_t unit) const;
+  void clear_pass();
+  void check_memory(const std::vector<at::Tensor>& tensors, const Unit& at) const;
+
+  BufferPool& pool_;
+  ResidencyOptions options_;
+  std::vector<Unit> units_;
+  bool gathers_ = false;  // whether any Unit has memory that comes and goes
+  std::unordered_map<const UnitSeam*, std::size_t> index_;
+  std::optional<Course> courses_[3];  // by kind of pass
+
+  // Of the pass that is under way.
+  Pass pass_ = Pass::none;
+  const Course* course_ = nullptr;
+  bool negotiating_ = false, disagreed_ = false;
+  std::ptrdiff_t current_ = -1;  // the last entry whose use has begun
+  std::size_t next_ = 0;         // the first entry that was not issued
+  CourseNotes notes_;
+  int depth_ = 0;
+  std::vector<std::shared_ptr<Use>> forwards_;  // that have begun and not ended
+  std::vector<std::shared_ptr<Use>> uses_;      // that may have a backward
+  std::deque<std::size_t> spares_;              // gathered out of turn, not used yet
+};
+
+}  // namespace bonfire

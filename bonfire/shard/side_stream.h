@@ -1,0 +1,45 @@
+#pragma once
+
+#include <optional>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace bonfire {
+
+// A second stream of a device for work beside the one that computes. On a CPU there is none, and everything runs at once.
+class SideStream {
+ public:
+  explicit SideStream(at::Device device) : device_(device) {
+    if (!device.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
+  }
+
+  // Stream: what `work` issues begins when the current stream has got here.
+  template <class Function>
+  void run(const Function& work) {
+    if (!stream_) return work();
+    wait(*stream_, current());
+    const c10::StreamGuard guard(*stream_);
+    work();
+  }
+
+  // Stream: the current one goes on when everything that was run has ended.
+  void join() {
+    if (stream_) wait(current(), *stream_);
+  }
+
+ private:
+  c10::Stream current() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_); }
+  static void wait(const c10::Stream& waiting, const c10::Stream& waited_for) {
+    c10::Event event(waited_for.device_type());
+    event.record(waited_for);
+    event.block(waiting);
+  }
+
+  at::Device device_;
+  std::optional<c10::Stream> stream_;
+};
+
+}  // namespace bonfire
