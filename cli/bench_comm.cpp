@@ -43,7 +43,7 @@ struct Arguments {
   std::vector<std::string> collectives{"all_reduce"};
   std::string dtype = "fp32", device = "auto";
   std::int64_t from = 1 << 10, to = 1 << 24;
-  int factor = 4, repeats = 20;
+  int factor = 4, repeats = 20, transfers = 1;
   std::optional<int> ranks;
   bool json = false;
 };
@@ -59,13 +59,14 @@ c10::Device choose_device(const std::string& name, const Environment& place) {
 void print_header(const World& world, const char* collective, const Arguments& arguments) {
   fmt::print("# {} of {} over {} ranks on {}, median of {}\n", collective, arguments.dtype, world.size(),
              world.device().str(), arguments.repeats);
-  fmt::print("# {:>12} {:>12} {:>12} {:>10} {:>10} {:>8}\n", "size", "count", "time", "algbw", "busbw", "#wrong");
-  fmt::print("# {:>12} {:>12} {:>12} {:>10} {:>10}\n", "(B)", "(elements)", "(us)", "(GB/s)", "(GB/s)");
+  fmt::print("# {:>12} {:>12} {:>12} {:>10} {:>10} {:>10} {:>8}\n", "size", "count", "time", "issue", "algbw", "busbw",
+             "#wrong");
+  fmt::print("# {:>12} {:>12} {:>12} {:>10} {:>10} {:>10}\n", "(B)", "(elements)", "(us)", "(us)", "(GB/s)", "(GB/s)");
 }
 
 void print_row(const BandwidthRow& row) {
-  fmt::print("  {:>12} {:>12} {:>12.1f} {:>10.3f} {:>10.3f} {:>8}\n", row.bytes, row.elements, row.seconds * 1e6,
-             row.algorithm_bytes * 1e-9, row.bus_bytes * 1e-9, row.wrong);
+  fmt::print("  {:>12} {:>12} {:>12.1f} {:>10.1f} {:>10.3f} {:>10.3f} {:>8}\n", row.bytes, row.elements, row.seconds * 1e6,
+             row.issue_seconds * 1e6, row.algorithm_bytes * 1e-9, row.bus_bytes * 1e-9, row.wrong);
   std::fflush(stdout);
 }
 
@@ -82,7 +83,8 @@ int measure(const World& world, const Arguments& arguments) {
                                          .least_bytes = arguments.from,
                                          .most_bytes = arguments.to,
                                          .factor = arguments.factor,
-                                         .repeats = arguments.repeats},
+                                         .repeats = arguments.repeats,
+                                         .transfers = arguments.transfers},
                                         [&](const BandwidthRow& row) {
                                           if (speaks && !arguments.json) print_row(row);
                                         });
@@ -91,6 +93,7 @@ int measure(const World& world, const Arguments& arguments) {
       wrong |= row.wrong != 0;
       list.push_back({{"bytes", row.bytes},
                       {"seconds", row.seconds},
+                      {"issue_seconds", row.issue_seconds},
                       {"algorithm_bytes_per_second", row.algorithm_bytes},
                       {"bus_bytes_per_second", row.bus_bytes},
                       {"wrong", row.wrong}});
@@ -141,6 +144,9 @@ void add_bench_comm(CLI::App& bench, int& exit_code) {
       ->check(CLI::Range(2, 1024))
       ->capture_default_str();
   command->add_option("--repeats", arguments->repeats, "Of each size")->check(CLI::PositiveNumber)->capture_default_str();
+  command->add_option("--transfers", arguments->transfers, "all_gather, reduce_scatter: as so many pairs at once")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   command->add_flag("--json", arguments->json, "Print one object on stdout");
 
   command->callback([arguments, &exit_code] {
@@ -155,6 +161,7 @@ void add_bench_comm(CLI::App& bench, int& exit_code) {
     option("--to", arguments->to);
     option("--factor", arguments->factor);
     option("--repeats", arguments->repeats);
+    option("--transfers", arguments->transfers);
     if (arguments->json) words.emplace_back("--json");
     if (arguments->to < arguments->from) fail_config("--to {} is smaller than --from {}", arguments->to, arguments->from);
     exit_code = start(*arguments, words);

@@ -28,7 +28,19 @@ struct Trial {
   at::Tensor want;  // undefined: this rank gets nothing
 };
 
-Trial make_trial(const Group& group, CollectiveKind kind, std::int64_t elements, const at::TensorOptions& options) {
+// `whole` and `part` as several pairs, each of which is contiguous: together they are the same memory, but not its order.
+std::vector<Transfer> cut(const at::Tensor& whole, const at::Tensor& part, int ranks, int transfers) {
+  std::vector<Transfer> pairs;
+  for (std::int64_t at = 0, length = 0; at < part.numel(); at += length) {
+    length = std::min<std::int64_t>((part.numel() + transfers - 1) / transfers, part.numel() - at);
+    pairs.push_back({whole.narrow(0, at * ranks, length * ranks), part.narrow(0, at, length)});
+  }
+  return pairs;
+}
+
+Trial make_trial(const Group& group, const BandwidthOptions& wanted, std::int64_t elements,
+                 const at::TensorOptions& options) {
+  const auto kind = wanted.kind;
   const int ranks = group.size(), me = group.rank();
   const std::int64_t part = elements / ranks;
   Trial trial;
@@ -63,8 +75,13 @@ Trial make_trial(const Group& group, CollectiveKind kind, std::int64_t elements,
     }
     case CollectiveKind::all_gather:
       trial.input = numbers_of(me, part, options);
-      trial.run = [=, out = trial.output, in = trial.input] { return group.all_gather(out, in); };
-      trial.want = parts_of_ranks();
+      trial.run = [=, pairs = cut(trial.output, trial.input, ranks, wanted.transfers)] { return group.all_gather(pairs); };
+      trial.want = at::empty({elements}, options);
+      for (int rank = 0; rank < ranks; ++rank) {
+        const auto theirs = numbers_of(rank, part, options);
+        for (const auto& [whole, own] : cut(trial.want, theirs, ranks, wanted.transfers))
+          whole.narrow(0, rank * own.numel(), own.numel()).copy_(own);
+      }
       break;
     case CollectiveKind::gather:
       trial.input = numbers_of(me, part, options);
@@ -74,8 +91,12 @@ Trial make_trial(const Group& group, CollectiveKind kind, std::int64_t elements,
     case CollectiveKind::reduce_scatter:
       trial.input = numbers_of(me, elements, options);
       trial.output = at::empty({part}, options);
-      trial.run = [=, out = trial.output, in = trial.input] { return group.reduce_scatter(out, in); };
-      trial.want = sum_of_ranks().narrow(0, part * me, part);
+      trial.run = [=, pairs = cut(trial.input, trial.output, ranks, wanted.transfers)] {
+        return group.reduce_scatter(pairs);
+      };
+      trial.want = at::empty({part}, options);
+      for (const auto& [whole, own] : cut(sum_of_ranks(), trial.want, ranks, wanted.transfers))
+        own.copy_(whole.narrow(0, me * own.numel(), own.numel()));
       break;
     case CollectiveKind::scatter:
       trial.input = parts_of_ranks();
@@ -128,25 +149,34 @@ std::vector<BandwidthRow> measure_bandwidth(const World& world, const BandwidthO
   require(options.least_bytes > 0 && options.most_bytes >= options.least_bytes && options.factor > 1 && options.repeats > 0,
           "sizes from {} to {} bytes by a factor of {}, {} repeats: sizes must be positive and grow, repeats at least 1",
           options.least_bytes, options.most_bytes, options.factor, options.repeats);
+  const bool in_pairs = options.kind == CollectiveKind::all_gather || options.kind == CollectiveKind::reduce_scatter;
+  require(options.transfers == 1 || (options.transfers > 1 && in_pairs),
+          "{} transfers of {}: only all_gather and reduce_scatter can be several, at least 1", options.transfers,
+          name_of(options.kind));
   const auto tensor = at::TensorOptions().dtype(options.dtype).device(world.device());
   const auto element = static_cast<std::int64_t>(c10::elementSize(options.dtype));
   std::vector<BandwidthRow> rows;
   for (std::int64_t bytes = options.least_bytes; bytes <= options.most_bytes; bytes *= options.factor) {
     const std::int64_t elements = round_up(std::max<std::int64_t>(bytes / element, 1), group.size());
-    Trial trial = make_trial(group, options.kind, elements, tensor);
-    std::vector<double> seconds;
+    Trial trial = make_trial(group, options, elements, tensor);
+    std::vector<double> seconds, issue;
     for (int repeat = -options.warmups; repeat < options.repeats; ++repeat) {
       trial.refill();
       synchronize(world.device());
       group.barrier().wait();
       synchronize(world.device());
       const auto start = now_ns();
-      trial.run().wait();
+      Work work = trial.run();
+      const double issued = seconds_since(start);
+      work.wait();
       synchronize(world.device());
-      if (repeat >= 0) seconds.push_back(seconds_since(start));
+      if (repeat < 0) continue;
+      seconds.push_back(seconds_since(start));
+      issue.push_back(issued);
     }
     BandwidthRow row{.bytes = elements * element, .elements = elements};
     row.seconds = group.max(median(std::move(seconds)));
+    row.issue_seconds = group.max(median(std::move(issue)));
     row.wrong =
         std::llround(group.sum(trial.want.defined() ? at::ne(trial.output.view(-1), trial.want).sum().item<double>() : 0));
     row.algorithm_bytes = static_cast<double>(row.bytes) / row.seconds;

@@ -20,6 +20,7 @@ struct BandwidthOptions {
   int factor = 4;  // from one size to the next
   int repeats = 20;
   int warmups = 3;
+  int transfers = 1;  // all_gather and reduce_scatter: as so many pairs, which are one collective
 };
 
 // One row of the table that nccl-tests prints.
@@ -27,6 +28,7 @@ struct BandwidthRow {
   std::int64_t bytes = 0;
   std::int64_t elements = 0;
   double seconds = 0;          // of one collective: the median over repeats, of the slowest rank
+  double issue_seconds = 0;    // of the call that begins it, on the host: the median, of the slowest rank
   double algorithm_bytes = 0;  // a second: bytes / seconds
   double bus_bytes = 0;        // a second: what crosses each rank's link
   std::int64_t wrong = 0;      // elements with another value than they must have, over all ranks

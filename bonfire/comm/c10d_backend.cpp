@@ -1,5 +1,8 @@
 #include "bonfire/comm/c10d_backend.h"
 
+#include <cstdlib>
+#include <mutex>
+
 namespace bonfire {
 namespace {
 
@@ -20,6 +23,13 @@ c10d::ReduceOp to_c10d(Reduce op) {
     case Reduce::max: return c10d::ReduceOp::MAX;
   }
   return c10d::ReduceOp::SUM;
+}
+
+void switch_flight_recorder_off() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    if (std::getenv("TORCH_NCCL_TRACE_BUFFER_SIZE") == nullptr) setenv("TORCH_FR_BUFFER_SIZE", "0", 0);
+  });
 }
 
 Work C10dBackend::all_reduce(at::Tensor tensor, Reduce op) {

@@ -36,4 +36,9 @@ class BONFIRE_API C10dBackend : public Backend {
 
 BONFIRE_API c10d::ReduceOp to_c10d(Reduce op);
 
+// c10d notes every collective in a flight recorder, one for the whole process: host time for each, and not safe for ranks
+// that are threads. Ours does its work, so it is off unless TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE asks for
+// it. REQUIRES: called before the first process group is made.
+BONFIRE_API void switch_flight_recorder_off();
+
 }  // namespace bonfire

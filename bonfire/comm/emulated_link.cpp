@@ -20,6 +20,12 @@ class TurnState : public Work::State {
 
   bool done() override { return work_.done() && now_ns() >= end_; }
 
+  std::function<bool()> ending() override {
+    return [ended = work_.state() ? work_.state()->ending() : nullptr, end = end_] {
+      return (!ended || ended()) && now_ns() >= end;
+    };
+  }
+
   void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
     if (!work_.state()) return callback(start_, end_);
     work_.state()->on_done([start = start_, end = end_, callback = std::move(callback)](Nanoseconds, Nanoseconds real_end) {

@@ -1,6 +1,7 @@
 #include "bonfire/comm/gloo_backend.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <limits>
 #include <mutex>
@@ -34,6 +35,13 @@ class GlooState : public Work::State {
     with_peers([&] { work_->wait(); });
   }
   bool done() override { return work_->isCompleted(); }
+
+  // c10d's own answer would come from the work, which holds the tensors.
+  std::function<bool()> ending() override {
+    auto ended = std::make_shared<std::atomic<bool>>(false);
+    work_->getFuture()->addCallback([ended](c10::ivalue::Future&) { *ended = true; });
+    return [ended] { return ended->load(); };
+  }
 
   void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
     work_->getFuture()->addCallback(
@@ -71,6 +79,7 @@ class ReduceScatterState : public Work::State {
   }
 
   bool done() override { return exchange_.done(); }
+  std::function<bool()> ending() override { return exchange_.state()->ending(); }
   void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
     exchange_.state()->on_done(std::move(callback));
   }
@@ -92,6 +101,11 @@ class JoinedState : public Work::State {
   }
   bool done() override {
     return std::all_of(works_.begin(), works_.end(), [](const Work& work) { return work.done(); });
+  }
+  std::function<bool()> ending() override {
+    std::vector<std::function<bool()>> all;
+    for (auto& work : works_) all.push_back(work.state()->ending());
+    return [all = std::move(all)] { return std::all_of(all.begin(), all.end(), [](const auto& ended) { return ended(); }); };
   }
   void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
     struct Times {
@@ -132,6 +146,7 @@ class BatchState : public Work::State {
         for (auto& work : works_) work->wait();
       });
       works_.clear();
+      *ended_ = true;
       if (end_ == 0) end_ = now_ns();
       callback = std::exchange(callback_, nullptr);
     }
@@ -143,6 +158,10 @@ class BatchState : public Work::State {
     for (auto& work : works_)
       if (!work->isCompleted()) return false;
     return true;
+  }
+
+  std::function<bool()> ending() override {
+    return [ended = ended_] { return ended->load(); };
   }
 
   void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
@@ -161,6 +180,7 @@ class BatchState : public Work::State {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
   std::vector<at::Tensor> tensors_;
   Nanoseconds start_, end_ = 0;
+  std::shared_ptr<std::atomic<bool>> ended_ = std::make_shared<std::atomic<bool>>(false);
   std::function<void(Nanoseconds, Nanoseconds)> callback_;
 };
 
@@ -218,10 +238,7 @@ class GlooBackend final : public C10dBackend {
 }  // namespace
 
 std::shared_ptr<Backend> make_gloo_backend(c10::intrusive_ptr<c10d::Store> store, const CommunicatorOptions& options) {
-  // c10d's flight recorder is one for the whole process and not safe for ranks that are threads; ours does its work.
-  static std::once_flag once;
-  std::call_once(once, [] { setenv("TORCH_FR_BUFFER_SIZE", "0", 0); });
-
+  switch_flight_recorder_off();
   auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
   gloo->devices.push_back(interface && *interface ? c10d::ProcessGroupGloo::createDeviceForInterface(interface)

@@ -108,6 +108,7 @@ class WatchedState : public Work::State {
     work_.wait();
   }
   bool done() override { return work_.done(); }
+  std::function<bool()> ending() override { return work_.state()->ending(); }
   void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
     work_.state()->on_done(std::move(callback));
   }
@@ -139,11 +140,10 @@ Work perform(const Group::State& group, CollectiveKind kind, std::int64_t bytes,
   Work work = operation(*group.backend);
   if (group.link)
     work = group.backend->over(*group.link, seconds_over(group.link->link(), what, group.size()), std::move(work));
-  work.state()->on_done(
-      [=, progress = group.progress, lane = group.lane, recorder = group.recorder](Nanoseconds start, Nanoseconds end) {
-        lane->end(sequence, kind);
-        if (recording) recorder->end(ticket, start, end);
-      });
+  if (recording)
+    work.state()->on_done(
+        [ticket, recorder = group.recorder](Nanoseconds start, Nanoseconds end) { recorder->end(ticket, start, end); });
+  group.lane->watch(sequence, kind, work.state()->ending());
   return Work(std::make_shared<WatchedState>(std::move(work), group.progress));
 }
 
@@ -173,13 +173,18 @@ class PutOffState : public Work::State {
     if (auto receive = std::exchange(receive_, nullptr)) receives_ = receive();
     receives_.wait();
     sends_.wait();
+    *ended_ = true;
     if (auto callback = std::exchange(callback_, nullptr)) callback(start_, now_ns());
   }
   bool done() override { return !receive_ && receives_.done() && sends_.done(); }
+  std::function<bool()> ending() override {
+    return [ended = ended_] { return ended->load(); };
+  }
   void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override { callback_ = std::move(callback); }
 
  private:
   Nanoseconds start_ = now_ns();
+  std::shared_ptr<std::atomic<bool>> ended_ = std::make_shared<std::atomic<bool>>(false);
   std::function<void(Nanoseconds, Nanoseconds)> callback_;
   Work sends_, receives_;
   std::function<Work()> receive_;

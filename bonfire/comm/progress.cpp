@@ -1,5 +1,8 @@
 #include "bonfire/comm/progress.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include <nlohmann/json.hpp>
 
 namespace bonfire {
@@ -24,6 +27,15 @@ Progress::Lane::Place decode_place(const json& value) {
   return place;
 }
 
+// Something that cannot be asked any more has not ended: whoever broke it says so.
+bool says_yes(const std::function<bool()>& question) {
+  try {
+    return question();
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
 }  // namespace
 
 ProgressBoard::Lane::Place& ProgressBoard::Lane::place(CollectiveKind kind) {
@@ -36,11 +48,42 @@ void ProgressBoard::Lane::begin(std::int64_t sequence, CollectiveKind kind) {
   here.begun.store(static_cast<std::uint64_t>(sequence) << 8 | static_cast<std::uint64_t>(kind), std::memory_order_release);
 }
 
-void ProgressBoard::Lane::end(std::int64_t sequence, CollectiveKind kind) {
-  std::atomic<std::int64_t>& ended = place(kind).ended;
+void ProgressBoard::Lane::end(std::int64_t sequence, CollectiveKind kind) { place(kind).end(sequence); }
+
+void ProgressBoard::Lane::watch(std::int64_t sequence, CollectiveKind kind, std::function<bool()> ended) {
+  constexpr std::size_t kEvery = 64;
+  Place& here = place(kind);
+  const std::lock_guard lock(here.mutex);
+  here.watched.push_back({sequence, std::move(ended)});
+  if (here.watched.size() < here.trim_at) return;
+  // One question for many collectives: whether the older half is over.
+  const auto middle = here.watched.begin() + static_cast<std::ptrdiff_t>(here.watched.size() / 2);
+  if (says_yes(middle->ended)) {
+    here.end(middle->sequence);
+    here.watched.erase(here.watched.begin(), middle + 1);
+  }
+  here.trim_at = here.watched.size() + kEvery;
+}
+
+void ProgressBoard::Lane::Place::end(std::int64_t sequence) {
   std::int64_t before = ended.load(std::memory_order_relaxed);
   while (before < sequence && !ended.compare_exchange_weak(before, sequence, std::memory_order_relaxed)) {
   }
+}
+
+// Asks outside the lock, so that the rank never waits for a question that takes long.
+void ProgressBoard::Lane::Place::settle() {
+  std::deque<Watched> asked;
+  {
+    const std::lock_guard lock(mutex);
+    asked.swap(watched);
+  }
+  const auto first_running =
+      std::partition_point(asked.begin(), asked.end(), [](const Watched& one) { return says_yes(one.ended); });
+  if (first_running != asked.begin()) end(std::prev(first_running)->sequence);
+  asked.erase(asked.begin(), first_running);
+  const std::lock_guard lock(mutex);
+  watched.insert(watched.begin(), std::make_move_iterator(asked.begin()), std::make_move_iterator(asked.end()));
 }
 
 Progress::Lane::Place ProgressBoard::Lane::read(const Place& place, Nanoseconds now) {
@@ -70,6 +113,18 @@ void ProgressBoard::finish_step(std::int64_t step) {
 }
 
 void ProgressBoard::finish() { finished_.store(true, std::memory_order_relaxed); }
+
+void ProgressBoard::look() {
+  std::vector<Lane*> lanes;  // they stay where they are
+  {
+    const std::lock_guard lock(mutex_);
+    for (Lane& lane : lanes_) lanes.push_back(&lane);
+  }
+  for (Lane* lane : lanes) {
+    lane->collective_.settle();
+    lane->message_.settle();
+  }
+}
 
 Progress ProgressBoard::snapshot() const {
   Progress progress;

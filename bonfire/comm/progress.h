@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -40,7 +41,7 @@ struct Progress {
 };
 
 // What a rank notes while it runs, so that a watchdog can say who is behind and where. Written by the rank's threads, read
-// by the watchdog's: a note costs a few relaxed atomic stores and takes no lock.
+// by the watchdog's: a note costs a few stores and a lock that nobody else holds.
 class BONFIRE_API ProgressBoard {
  public:
   ProgressBoard() = default;
@@ -56,6 +57,9 @@ class BONFIRE_API ProgressBoard {
     void begin(std::int64_t sequence, CollectiveKind kind);
     // It is known to be complete. May be called late, out of order, or not at all for some.
     void end(std::int64_t sequence, CollectiveKind kind);
+    // It is complete when `ended` says so, which look() asks. Those that were issued before one that has
+    // ended are taken to have ended, too, and are not asked any more.
+    void watch(std::int64_t sequence, CollectiveKind kind, std::function<bool()> ended);
 
    private:
     friend class ProgressBoard;
@@ -63,6 +67,16 @@ class BONFIRE_API ProgressBoard {
       std::atomic<std::uint64_t> begun{0};  // sequence and kind in one word, so that they never tear
       std::atomic<std::int64_t> begun_at{0};
       std::atomic<std::int64_t> ended{0};
+
+      struct Watched {
+        std::int64_t sequence;
+        std::function<bool()> ended;
+      };
+      std::mutex mutex;
+      std::deque<Watched> watched;  // in order of issue; guarded by `mutex`
+      std::size_t trim_at = 64;     // where nobody reads, the rank itself trims the list when it is this long
+      void end(std::int64_t sequence);
+      void settle();
     };
     static Progress::Lane::Place read(const Place& place, Nanoseconds now);
     Place& place(CollectiveKind kind);
@@ -115,6 +129,8 @@ class BONFIRE_API ProgressBoard {
   // This rank leaves the run in good order: it is late for nothing from now on.
   void finish();
 
+  // Asks the watched collectives which of them have ended; a watchdog does so before it takes a snapshot.
+  void look();
   Progress snapshot() const;
 
  private:

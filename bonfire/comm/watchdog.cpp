@@ -105,6 +105,7 @@ class Watchdog::Loop {
   static std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
   void publish() {
+    board_->look();
     // The count makes every sign of life differ from the one before.
     store_->set(key_of(options_.rank), fmt::format("{} {}", ++beat_, encode(board_->snapshot())));
   }

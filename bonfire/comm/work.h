@@ -25,8 +25,12 @@ class BONFIRE_API Work {
     virtual ~State() = default;
     virtual void wait() = 0;
     virtual bool done() = 0;
-    // Calls `callback` once, from any thread, with the times between which the collective really ran. A state that cannot
-    // tell when it ends may call it when it is waited for.
+    // Whether the collective has ended, as a question that any thread may ask at any time. It keeps no tensor alive, and
+    // costs the collective nothing. A state that cannot tell when it ends may say so only when it is waited for.
+    virtual std::function<bool()> ending() = 0;
+    // Calls `callback` once, from any thread, with the times between which the collective really ran, or when it is waited
+    // for, as above. On a GPU this costs calls of the host, so it is for the recorder alone.
+    // REQUIRES: called by the thread that issued the collective, before anything else.
     virtual void on_done(std::function<void(Nanoseconds start, Nanoseconds end)> callback) = 0;
   };
 

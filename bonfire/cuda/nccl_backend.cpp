@@ -4,10 +4,12 @@
 #include <atomic>
 #include <cmath>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
@@ -28,31 +30,22 @@ using Callback = std::function<void(Nanoseconds start, Nanoseconds end)>;
 // where a collective may begin and where it has ended, and call the host there.
 class Stopwatch {
  public:
-  // What the host's side of it needs; it owns nothing of CUDA's.
-  struct Times {
-    std::atomic<Nanoseconds> ready = 0;
-  };
-
   explicit Stopwatch(c10::Device device) : device_(device), ready_(device), ended_(device) {}
 
-  // Stream: notes when the current stream gets to this point.
-  std::shared_ptr<Times> issued() const {
-    auto times = std::make_shared<Times>();
+  // Calls back when `work`, which was issued just now, has ended. It began when the current stream got to this point and the
+  // one before it had ended.
+  void time(c10d::Work& work, Callback callback) const {
+    const auto ready = std::make_shared<std::atomic<Nanoseconds>>(0);
     ready_.wait_for(c10::cuda::getCurrentCUDAStream(device_.index()));
-    ready_.run_on_host([times] { times->ready = now_ns(); });
-    return times;
-  }
-
-  // Calls back when `work` has ended. It began when its input was ready and the one before it had ended.
-  void when_ended(c10d::Work& work, std::shared_ptr<Times> times, Callback callback) const {
+    ready_.run_on_host([ready] { *ready = now_ns(); });
     {
       const c10::cuda::CUDAStreamGuard guard(ended_.get());
       work.synchronize();
     }
-    ended_.run_on_host([times = std::move(times), last = last_end_, callback = std::move(callback)] {
+    ended_.run_on_host([ready, last = last_end_, callback = std::move(callback)] {
       const Nanoseconds end = now_ns();
-      const Nanoseconds ready = times->ready;
-      const Nanoseconds start = std::max(ready == 0 ? end : ready, last->load());
+      const Nanoseconds begin = *ready;
+      const Nanoseconds start = std::max(begin == 0 ? end : begin, last->load());
       *last = end;
       callback(start, end);
     });
@@ -61,16 +54,50 @@ class Stopwatch {
  private:
   c10::Device device_;
   OwnStream ready_, ended_;
+  // The host's side owns nothing of CUDA's.
   std::shared_ptr<std::atomic<Nanoseconds>> last_end_ = std::make_shared<std::atomic<Nanoseconds>>(0);
 };
 
+// The stopwatch of a communicator, made when the first collective is timed: streams are not for nothing.
+class Timing {
+ public:
+  explicit Timing(c10::Device device) : device_(device) {}
+
+  const Stopwatch& stopwatch() {
+    const std::lock_guard lock(mutex_);
+    if (!stopwatch_) stopwatch_.emplace(device_);
+    return *stopwatch_;
+  }
+  c10::Device device() const { return device_; }
+
+ private:
+  c10::Device device_;
+  std::mutex mutex_;
+  std::optional<Stopwatch> stopwatch_;
+};
+
+// The event that c10d records behind a collective. To ask whether that has ended it is enough, and unlike c10d's work it
+// keeps no tensor alive; c10d hands it out to classes derived from the work only.
+struct EndOfWork : c10d::ProcessGroupNCCL::WorkNCCL {
+  static std::shared_ptr<at::cuda::CUDAEvent> of(c10d::Work& work) {
+    return static_cast<c10d::ProcessGroupNCCL::WorkNCCL&>(work).*(&EndOfWork::ncclEndEvent_);
+  }
+};
+
+bool has_passed(at::cuda::CUDAEvent& event, c10::Device device) {
+  // The thread that asks may never have used a GPU, and another thread may be capturing a graph.
+  const c10::cuda::CUDAGuard guard(device);
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeThreadLocal);
+  return event.query();
+}
+
+// A collective that is being captured into a graph does not run, so there is nothing to wait for.
+bool being_captured() { return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None; }
+
 class NcclState : public Work::State {
  public:
-  NcclState(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors, std::shared_ptr<const Stopwatch> stopwatch)
-      : work_(std::move(work)),
-        tensors_(std::move(tensors)),
-        stopwatch_(std::move(stopwatch)),
-        times_(stopwatch_->issued()) {}
+  NcclState(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors, std::shared_ptr<Timing> timing)
+      : work_(std::move(work)), tensors_(std::move(tensors)), timing_(std::move(timing)) {}
 
   // The tensors' memory returns to this thread's stream, which must not reuse it while NCCL still works on it.
   ~NcclState() override {
@@ -89,13 +116,16 @@ class NcclState : public Work::State {
     waited_ = true;
   }
   bool done() override { return work_->isCompleted(); }
-  void on_done(Callback callback) override { stopwatch_->when_ended(*work_, times_, std::move(callback)); }
+  std::function<bool()> ending() override {
+    if (being_captured()) return [] { return true; };
+    return [event = EndOfWork::of(*work_), device = timing_->device()] { return has_passed(*event, device); };
+  }
+  void on_done(Callback callback) override { timing_->stopwatch().time(*work_, std::move(callback)); }
 
  private:
   c10::intrusive_ptr<c10d::Work> work_;
   std::vector<at::Tensor> tensors_;
-  std::shared_ptr<const Stopwatch> stopwatch_;
-  std::shared_ptr<Stopwatch::Times> times_;
+  std::shared_ptr<Timing> timing_;
   bool waited_ = false;
 };
 
@@ -109,14 +139,19 @@ class LinkedState : public Work::State {
     link_->run_on_host([times = times_] { times->start = now_ns(); });
     launch_spin(turn, link_->get().stream());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-    over_.record(link_->get());
+    over_->record(link_->get());
   }
 
   void wait() override {
     work_.wait();
-    over_.block(c10::cuda::getCurrentCUDAStream(link_->get().device_index()));
+    over_->block(c10::cuda::getCurrentCUDAStream(link_->get().device_index()));
   }
-  bool done() override { return work_.done() && over_.query(); }
+  bool done() override { return work_.done() && over_->query(); }
+  std::function<bool()> ending() override {
+    return [ended = work_.state()->ending(), over = over_, device = link_->get().device()] {
+      return ended() && has_passed(*over, device);
+    };
+  }
 
   // The later of the two ends is the end.
   void on_done(Callback callback) override {
@@ -144,7 +179,7 @@ class LinkedState : public Work::State {
 
   Work work_;
   std::shared_ptr<const OwnStream> link_;
-  at::cuda::CUDAEvent over_;
+  std::shared_ptr<at::cuda::CUDAEvent> over_ = std::make_shared<at::cuda::CUDAEvent>();
   std::shared_ptr<Times> times_ = std::make_shared<Times>();
 };
 
@@ -155,7 +190,7 @@ class NcclBackend final : public C10dBackend {
         nccl_(std::move(nccl)),
         device_(options.device),
         name_(options.name),
-        stopwatch_(std::make_shared<Stopwatch>(options.device)) {}
+        timing_(std::make_shared<Timing>(options.device)) {}
 
   // The last handle is gone: NCCL's own threads must not outlive what they watch.
   ~NcclBackend() override {
@@ -213,7 +248,7 @@ class NcclBackend final : public C10dBackend {
  protected:
   Work track(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) override {
     require(work != nullptr, "NCCL over '{}' began nothing", name_);
-    return Work(std::make_shared<NcclState>(std::move(work), std::move(tensors), stopwatch_));
+    return Work(std::make_shared<NcclState>(std::move(work), std::move(tensors), timing_));
   }
 
  private:
@@ -231,13 +266,14 @@ class NcclBackend final : public C10dBackend {
   c10::intrusive_ptr<c10d::ProcessGroupNCCL> nccl_;
   c10::Device device_;
   std::string name_;
-  std::shared_ptr<const Stopwatch> stopwatch_;
+  std::shared_ptr<Timing> timing_;
 };
 
 }  // namespace
 
 std::shared_ptr<Backend> make_nccl_backend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                            const NcclOptions& options) {
+  switch_flight_recorder_off();
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
   const c10::cuda::CUDAGuard guard(options.device);
   let_ranks_share_gpus(*store, rank, size, options.device);

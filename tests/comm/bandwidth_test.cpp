@@ -26,6 +26,27 @@ TEST(Bandwidth, EveryKindIsMeasuredAndRight) {
     });
 }
 
+TEST(Bandwidth, SeveralTransfersAreMeasuredAsOne) {
+  for (const auto kind : {CollectiveKind::all_gather, CollectiveKind::reduce_scatter})
+    testing::run_ranks(2, [&](World& world) {
+      world.recorder().start();
+      const auto rows = measure_bandwidth(
+          world,
+          {.kind = kind, .least_bytes = 80, .most_bytes = 8000, .factor = 100, .repeats = 2, .warmups = 0, .transfers = 4});
+      ASSERT_EQ(rows.size(), 2u);
+      std::int64_t collectives = 0;
+      for (const auto& collective : world.recorder().collectives()) collectives += collective.kind == kind;
+      EXPECT_EQ(collectives, 4);
+      for (const auto& row : rows) {
+        EXPECT_EQ(row.wrong, 0) << name_of(kind);
+        EXPECT_GT(row.issue_seconds, 0);
+        EXPECT_LE(row.issue_seconds, row.seconds);
+      }
+    });
+  World world;
+  EXPECT_THROW(measure_bandwidth(world, {.transfers = 2}), Error);
+}
+
 TEST(Bandwidth, RefusesSizesThatDoNotGrow) {
   World world;
   EXPECT_THROW(measure_bandwidth(world, {.least_bytes = 10, .most_bytes = 1}), Error);

@@ -1,9 +1,12 @@
 #include "bonfire/comm/recorder.h"
 
+#include <thread>
+
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
 
+#include "bonfire/comm/progress.h"
 #include "tests/support/ranks.h"
 
 namespace bonfire {
@@ -35,6 +38,41 @@ TEST(Recorder, ListsEveryCollectiveWithItsBytesAndTimes) {
     }
     recorder.clear();
     EXPECT_TRUE(recorder.records().empty());
+  });
+}
+
+// The watchdog must know although nobody records.
+TEST(Recorder, TheBoardKnowsWhatHasEndedWithoutIt) {
+  testing::run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh({.shard = 2});
+    const Group slow = world.group().over({.latency_seconds = 0.02, .bytes_per_second = 0});
+    const auto place = [&](const std::string& name) {
+      world.progress()->look();
+      for (const auto& lane : world.progress()->snapshot().lanes)
+        if (lane.group == name) return lane;
+      return Progress::Lane();
+    };
+    std::vector<Transfer> transfers{{at::zeros({20}), at::zeros({10})}, {at::zeros({6}), at::zeros({3})}};
+    mesh.gathers().all_gather(transfers).wait();
+    mesh.gathers().reduce_scatter(transfers).wait();
+    mesh.gathers().barrier().wait();
+    // Gloo says that a collective has ended a moment after it lets the rank go on.
+    while (place("shard gathers").collective.ended < 3) std::this_thread::yield();
+    EXPECT_EQ(place("shard gathers").collective.begun, 3);
+
+    Work work = slow.barrier();
+    EXPECT_EQ(place("world").collective.ended, 0);
+    work.wait();
+    while (place("world").collective.ended < 1) std::this_thread::yield();
+
+    const int other = 1 - world.rank();
+    const std::vector<Message> messages{{Message::Way::send, at::ones({3}), other},
+                                        {Message::Way::receive, at::empty({3}), other}};
+    work = world.group().batch(messages);
+    EXPECT_EQ(place("world").message.begun, 1);
+    work.wait();
+    EXPECT_EQ(place("world").message.ended, 1);
+    EXPECT_TRUE(world.recorder().records().empty());
   });
 }
 

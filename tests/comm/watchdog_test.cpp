@@ -142,6 +142,54 @@ TEST(Progress, TravelsWholeAndGarbageDoesNot) {
   for (const char* bad : {"", "{}", "[1]", "{\"lanes\":[[1]]}", "no"}) EXPECT_FALSE(decode_progress(bad)) << bad;
 }
 
+TEST(Progress, WatchedCollectivesAreAskedByWhoeverLooks) {
+  ProgressBoard board;
+  ProgressBoard::Lane& group = board.lane("shard", {0, 1});
+  std::atomic<int> over = 0, asked = 0;
+  for (int number = 1; number <= 40; ++number) {
+    group.begin(number, CollectiveKind::all_gather);
+    group.watch(number, CollectiveKind::all_gather, [&over, &asked, number] {
+      ++asked;
+      return over >= number;
+    });
+  }
+  group.begin(1, CollectiveKind::send);
+  group.watch(1, CollectiveKind::send, []() -> bool { throw Error("the GPU is gone"); });
+  const auto ended = [&] {
+    board.look();
+    return board.snapshot().lanes[0].collective.ended;
+  };
+  EXPECT_EQ(ended(), 0);
+  for (const int upto : {1, 17, 39, 40}) {
+    over = upto;
+    asked = 0;
+    EXPECT_EQ(ended(), upto);
+    EXPECT_LE(asked, 7);  // not one question for each
+  }
+  EXPECT_EQ(board.snapshot().lanes[0].collective.begun, 40);
+  EXPECT_EQ(board.snapshot().lanes[0].message.ended, 0);
+}
+
+// Without a watchdog nobody looks: what is kept must stay bounded, and what still runs must be kept.
+TEST(Progress, WhatHasEndedIsForgottenWhereNobodyLooks) {
+  ProgressBoard board;
+  ProgressBoard::Lane& group = board.lane("shard", {0, 1});
+  const auto alive = std::make_shared<int>();
+  std::atomic<int> over = 0;
+  const auto issue = [&](int number) {
+    group.begin(number, CollectiveKind::all_gather);
+    group.watch(number, CollectiveKind::all_gather, [&over, alive, number] { return over >= number; });
+  };
+  for (int number = 1; number <= 1000; ++number) issue(number);
+  EXPECT_EQ(alive.use_count(), 1 + 1000);
+  over = 100'000;
+  for (int number = 1001; number <= 5000; ++number) issue(number);
+  EXPECT_LT(alive.use_count(), 200);
+  board.look();
+  EXPECT_EQ(alive.use_count(), 1);
+  EXPECT_EQ(board.snapshot().lanes[0].collective.ended, 5000);
+}
+
 TEST(Progress, OwnTimeIsWithoutWaiting) {
   ProgressBoard board;
   board.finish_step(0);
