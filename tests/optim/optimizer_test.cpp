@@ -72,6 +72,34 @@ TEST(Optimizer, SgdIsTorchsWithItsOptions) {
   }
 }
 
+// On the host a large share is updated in pieces; the parameters of one setting are not torn at its end.
+TEST(Optimizer, LargeSharesAreUpdatedWhole) {
+  torch::nn::Linear ours(1300, 1700), theirs(1300, 1700);
+  {
+    const at::NoGradGuard no_grad;
+    theirs->weight.copy_(ours->weight);
+    theirs->bias.copy_(ours->bias);
+  }
+  Engine engine = shard(World().mesh({}), ours);
+  Sgd sgd(engine, {.lr = 0.1, .momentum = 0.5, .weight_decay = 0.5, .rules = {no_decay_below_two_dims()}});
+  using Group = torch::optim::OptimizerParamGroup;
+  const auto with = [](double decay) {
+    return std::make_unique<torch::optim::SGDOptions>(torch::optim::SGDOptions(0.1).momentum(0.5).weight_decay(decay));
+  };
+  torch::optim::SGD torchs(std::vector<Group>{Group({theirs->weight}, with(0.5)), Group({theirs->bias}, with(0))},
+                           torch::optim::SGDOptions(0.1));
+  const auto x = at::arange(1300, at::kFloat).sin();
+  for (int step = 0; step < 2; ++step) {
+    engine.backward(ours->forward(x).pow(2).sum());
+    sgd.step();
+    torchs.zero_grad();
+    theirs->forward(x).pow(2).sum().backward();
+    torchs.step();
+  }
+  EXPECT_TRUE(at::allclose(ours->weight, theirs->weight, 1e-4, 1e-5));
+  EXPECT_TRUE(at::allclose(ours->bias, theirs->bias, 1e-4, 1e-5));
+}
+
 TEST(Optimizer, MaximizeClimbs) {
   Pair pair;
   Engine engine = shard(World().mesh({}), pair.ours);
