@@ -56,11 +56,9 @@ std::vector<Optimizer::Stretch> Optimizer::stretches_of(std::size_t flat, std::s
     if (segment.region != shares[share].region || segment.offset >= begin + length) continue;
     const auto setting = setting_of(segment.name, engine_.flats()[flat]->parameters()[at]);
     const std::int64_t from = std::max<std::int64_t>(segment.offset - begin, 0);
-    // One that ends before this share, padding and all, has handed over to the next, which begins where it does.
-    if (!stretches.empty() && stretches.back().begin == from) stretches.pop_back();
     if (stretches.empty() || stretches.back().setting != setting) stretches.push_back({from, 0, setting});
   }
-  // Each reaches to the next, over padding, which is zero and stays zero.
+  // Each reaches to the next, over padding, which is zero and stays zero. Those that end before this share have no length.
   for (std::size_t at = 0; at < stretches.size(); ++at)
     stretches[at].length = (at + 1 < stretches.size() ? stretches[at + 1].begin : length) - stretches[at].begin;
   return stretches;

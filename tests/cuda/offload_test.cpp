@@ -88,6 +88,8 @@ Trained train(World& world, const Setting& setting, Sharded what, Offload offloa
     optimizer = std::make_unique<Sgd>(engine, SgdOptions{.lr = 0.05, .momentum = 0.9});
   const auto part = small_batch / ranks;
   for (int step = 0; step < 4; ++step) {
+    // State on the host finds its way to other ranks as well.
+    if (step == 2) net->first->gain.set_requires_grad(false);
     engine.backward(small_loss(net, step, world.rank() * part, part));
     optimizer->step({.clip = 0.5, .clip_value = 0.1});
   }
@@ -117,6 +119,7 @@ TEST_P(GpuOffload, ChangesNoNumber) {
   run_gpu_ranks(GetParam(), [](World& world) {
     for (const auto what : {Sharded::optimizer, Sharded::gradients, Sharded::parameters})
       for (const auto offload : {Offload::optimizer, Offload::parameters}) {
+        if (offload == Offload::parameters && what != Sharded::parameters) continue;
         SCOPED_TRACE(plan::name_of(what));
         const Setting exact{};
         const auto on_host = train(world, exact, what, offload), on_gpu = train(world, exact, what, Offload::none);
