@@ -22,5 +22,6 @@
 #include "bonfire/optim/grad_scaler.h"
 #include "bonfire/optim/learning_rate.h"
 #include "bonfire/optim/optimizer.h"
+#include "bonfire/shard/build_scope.h"
 #include "bonfire/shard/engine.h"
 #include "bonfire/shard/wrap.h"

@@ -16,8 +16,9 @@ Course CourseNotes::course() const {
   std::vector<Note> kept;
   for (const auto& note : notes_) {
     if (note.what == What::gathered) {
-      auto before = std::find_if(kept.rbegin(), kept.rend(),
-                                 [&](const Note& other) { return other.what == What::gathered || (released(other.what) && other.unit == note.unit); });
+      auto before = std::find_if(kept.rbegin(), kept.rend(), [&](const Note& other) {
+        return other.what == What::gathered || (released(other.what) && other.unit == note.unit);
+      });
       if (before != kept.rend() && released(before->what)) {
         kept.erase(std::next(before).base());
         continue;
@@ -26,8 +27,8 @@ Course CourseNotes::course() const {
     kept.push_back(note);
   }
   Course course;
-  std::vector<std::ptrdiff_t> open;      // by Unit: its entry, or -1
-  std::vector<char> in_forward;          // by Unit: whether it was released last in forward
+  std::vector<std::ptrdiff_t> open;  // by Unit: its entry, or -1
+  std::vector<char> in_forward;      // by Unit: whether it was released last in forward
   for (const auto& note : kept) {
     if (note.unit >= open.size()) open.resize(note.unit + 1, -1), in_forward.resize(note.unit + 1, false);
     switch (note.what) {

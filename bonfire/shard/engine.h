@@ -44,11 +44,12 @@ struct ReshardAfterForward {
 
 // In which number formats a model is trained. What is not said keeps the parameters' own.
 struct Precision {
-  std::optional<at::ScalarType> parameters{};  // of forward and backward; masters and optimizer state keep the parameters' own
-  std::optional<at::ScalarType> gradients{};   // kept until the update; masters' unless said
-  std::optional<at::ScalarType> reduction{};   // on their way between ranks; as they are kept unless said
-  std::optional<at::ScalarType> outputs{};     // of the whole model
-  std::optional<at::ScalarType> buffers{};     // floating-point buffers of the module
+  std::optional<at::ScalarType>
+      parameters{};  // of forward and backward; masters and optimizer state keep the parameters' own
+  std::optional<at::ScalarType> gradients{};  // kept until the update; masters' unless said
+  std::optional<at::ScalarType> reduction{};  // on their way between ranks; as they are kept unless said
+  std::optional<at::ScalarType> outputs{};    // of the whole model
+  std::optional<at::ScalarType> buffers{};    // floating-point buffers of the module
   // Parameters that forward reads in their own type all the same: norms, embeddings.
   std::function<bool(const std::string& name, const at::Tensor& parameter)> keep{};
   bool scaled_loss = false;  // a gradient scaler is used; fp16 needs one

@@ -11,6 +11,7 @@
 #include <torch/nn/module.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/shard/build_scope.h"
 #include "bonfire/shard/engine_state.h"
 
 // Where an engine's parameters lie: which of them share a flat buffer, and how they move to others.
@@ -27,38 +28,21 @@ class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
   std::function<void(const at::Tensor&)> arrived_;
 };
 
-std::optional<at::ScalarType> wire_of(const ShardOptions& options) {
-  if (options.precision.reduction) return options.precision.reduction;
-  if (options.reduction.compression == plan::Compression::bf16) return at::kBFloat16;
-  if (options.reduction.compression == plan::Compression::fp16) return at::kHalf;
-  return std::nullopt;
-}
-
-// Over the replicas gradients travel in the same numbers.
-ReductionOptions over_replicas(const ShardOptions& options) {
-  auto reduction = options.reduction;
-  if (reduction.compression == plan::Compression::none && options.precision.reduction == at::kBFloat16)
-    reduction.compression = plan::Compression::bf16;
-  if (reduction.compression == plan::Compression::none && options.precision.reduction == at::kHalf)
-    reduction.compression = plan::Compression::fp16;
-  return reduction;
+// What a build scope has made of the Unit of this group; null where there was none.
+std::shared_ptr<PreparedUnit> prepared_in(const ModuleGroup& group) {
+  return group.unit ? std::static_pointer_cast<PreparedUnit>(group.unit->prepared()) : nullptr;
 }
 
 }  // namespace
 
-Engine::State::State(const Mesh& mesh_, torch::nn::Module& module, ShardOptions options_)
-    : mesh(mesh_),
-      options(std::move(options_)),
-      factors(plan::factors_of(options.what, mesh.shape().shard, options.accumulation)),
-      wire(wire_of(options)),
+Engine::State::State(const Mesh& on, torch::nn::Module& module, ShardOptions asked)
+    : settings(on, std::move(asked)),
       pool(module.parameters().empty() ? at::Device(at::kCPU) : module.parameters().front().device()) {
-  check_options();
-  const Group& replicas = mesh.group(Axis::replicate);
-  reduction = options.hook ? options.hook : make_reduction(replicas, over_replicas(options));
-  reducer.emplace(pool.device(), reduction,
-                  ReducerOptions{.shard = mesh.group(Axis::shard),
-                                 .wire = wire,
-                                 .whole_gradients = static_cast<std::size_t>(std::max(2, options.prefetch + 1))});
+  reduction = options.hook ? options.hook : make_reduction(mesh.group(Axis::replicate), settings.over_replicas());
+  reducer.emplace(
+      pool.device(), reduction,
+      ReducerOptions{
+          .shard = mesh.group(Axis::shard), .wire = settings.wire, .whole_gradients = settings.whole_gradients()});
   find_parameters(module);
   start_equal();
 
@@ -77,43 +61,43 @@ Engine::State::~State() {
   for (auto* seam : seams) seam->set_hooks(nullptr);
 }
 
-void Engine::State::check_options() {
-  for (const Axis axis : {Axis::pipeline, Axis::context, Axis::tensor})
-    if (mesh.shape().along(axis) > 1)
-      fail_config("mesh axis {} is {}: this version keeps whole layers on every rank; allowed: 1", name_of(axis),
-                  mesh.shape().along(axis));
-  if (options.prefetch < 0) fail_config("prefetch is {}; allowed: 0 or more Units", options.prefetch);
-  if (options.precision.parameters == at::kHalf && !options.precision.scaled_loss)
-    fail_config("precision.parameters is fp16, but the loss is not scaled: small gradients would vanish; scale the loss with a "
-                "GradScaler and say so (precision.scaled_loss), or use bf16");
-  if (options.reduction.compression == plan::Compression::powersgd && mesh.shape().shard > 1)
-    fail_config("PowerSGD with a sharding factor of {}: it needs whole matrices; allowed: a factor of 1", mesh.shape().shard);
-  if (options.offload == Offload::parameters && factors.parameters != mesh.shape().shard)
-    fail_config("offload of parameters with {} sharded and a factor of {}; allowed: sharded = parameters, or a factor of 1",
-                plan::name_of(options.what), mesh.shape().shard);
-  const int to = options.reshard_after_forward.ranks;
-  if (to > 0 && mesh.shape().shard % to != 0)
-    fail_config("reshard_after_forward = {} does not divide the sharding factor {}", to, mesh.shape().shard);
-}
-
 void Engine::State::find_parameters(torch::nn::Module& module) {
-  if (comes_and_goes()) require_marked_root(module);
+  if (settings.comes_and_goes()) require_marked_root(module);
   groups = groups_of(module, options.wrapping);
   for (std::size_t group = 0; group < groups.size(); ++group) {
     members.emplace_back();
+    const auto prepared = prepared_in(groups[group]);
     for (const auto& member : groups[group].members) {
       // There is one place for a hook, and taking it from its owner would silence that one.
       require(!torch::autograd::impl::post_acc_grad_hooks(member.parameter),
               "parameter '{}' has a gradient hook already: of another Engine, or of yours", member.name);
-      const auto own = member.parameter.scalar_type();
-      const bool keeps = options.precision.keep && options.precision.keep(member.name, member.parameter);
+      auto own = member.parameter.scalar_type();
+      auto compute = settings.compute_type(member.name, member.parameter, own);
+      bool trained = member.parameter.requires_grad();
+      require(
+          prepared || member.parameter.numel() == 0 || member.parameter.storage().data(),
+          "parameter '{}' has no memory: its Unit was built in a build scope with other options than shard() was given, or "
+          "it was sharded by an Engine that is gone",
+          member.name);
+      if (prepared) {
+        const auto segment = prepared->segment(member.parameter);
+        require(
+            segment.has_value(),
+            "parameter '{}' was not part of its Unit when that was built: parameters that are tied later belong outside of "
+            "a build scope",
+            member.name);
+        own = prepared->own[*segment];
+        compute = member.parameter.scalar_type();
+        // As it lies now; what was frozen or thawed since is found when training begins.
+        trained = prepared->flat->layout().trained(*segment);
+      }
       members.back().push_back(parameters.size());
       parameters.push_back({.name = member.name,
                             .tensor = member.parameter,
                             .group = group,
                             .master = own,
-                            .compute = keeps ? own : options.precision.parameters.value_or(own),
-                            .trained = member.parameter.requires_grad()});
+                            .compute = compute,
+                            .trained = trained});
       for (const auto& tied : member.tied)
         if (!tied.parameter.is_same(member.parameter)) parameters.back().tied.push_back(tied.parameter);
     }
@@ -128,16 +112,15 @@ void Engine::State::find_parameters(torch::nn::Module& module) {
 
 void Engine::State::start_equal() {
   const Group& all = mesh.group(Axis::data);
-  std::vector<NamedTensor> tensors;
-  for (const auto& parameter : parameters) tensors.push_back({parameter.name, parameter.tensor});
-  require_same_structure(all, tensors);
-  if (options.start == Start::check) return require_same_values(all, tensors);
-  const at::NoGradGuard no_grad;
-  for (auto& [name, tensor] : tensors) {
-    auto values = tensor.detach().contiguous();
-    all.broadcast(values, 0).wait();
-    tensor.detach().copy_(values);
+  std::vector<NamedTensor> tensors, whole;
+  for (const auto& parameter : parameters) {
+    tensors.push_back({parameter.name, parameter.tensor});
+    // A build scope has seen to the others.
+    if (!prepared_in(groups[parameter.group])) whole.push_back(tensors.back());
   }
+  require_same_structure(all, tensors);
+  if (options.start == Start::check) return require_same_values(all, whole);
+  broadcast_values(all, whole);
   broadcast_buffers();
 }
 
@@ -151,7 +134,7 @@ void Engine::State::install(torch::nn::Module& module) {
     set_gradient_sink(module, parameter.name, parameter.sink);
   }
   const auto& precision = options.precision;
-  if (!comes_and_goes() && !precision.outputs && !precision.keep) return;
+  if (!settings.comes_and_goes() && !precision.outputs && !precision.keep) return;
 
   ResidencyOptions how{.gathers = mesh.gathers(),
                        .free_after_forward = options.reshard_after_forward.free,
@@ -167,7 +150,8 @@ void Engine::State::install(torch::nn::Module& module) {
   residency = std::make_shared<Residency>(pool, std::move(how));
   for (const auto& group : groups)
     if (group.unit && std::find(seams.begin(), seams.end(), group.unit) == seams.end()) seams.push_back(group.unit);
-  if (auto* root = unit_of(module); root && std::find(seams.begin(), seams.end(), root) == seams.end()) seams.push_back(root);
+  if (auto* root = unit_of(module); root && std::find(seams.begin(), seams.end(), root) == seams.end())
+    seams.push_back(root);
   for (auto* seam : seams) {
     require(!seam->hooks(), "Unit '{}' is part of another Engine already", seam->module().name());
     seam->set_hooks(residency.get());
@@ -194,11 +178,7 @@ void Engine::State::lay_out(const std::vector<std::size_t>& order_of_groups) {
       by_name[parameter.name] = index;
     }
   }
-  auto buckets = options.buckets;
-  buckets.gradient = parameters.empty() ? plan::Dtype::fp32 : plan_dtype(parameters.front().master);
-  buckets.parts = mesh.shape().along(Axis::data);
-  buckets.one_per_group = comes_and_goes();
-
+  const auto buckets = settings.buckets(parameters.empty() ? at::kFloat : parameters.front().master);
   std::vector<std::unique_ptr<FlatParameter>> before = std::exchange(flats, {});
   std::vector<std::pair<std::size_t, std::size_t>> places(parameters.size());  // flat and segment
   for (auto& layout : plan::bucket(sizes, buckets)) {
@@ -219,25 +199,38 @@ void Engine::State::lay_out(const std::vector<std::size_t>& order_of_groups) {
         dissolve(*before[old]);
         before[old].reset();
       }
-    flats.push_back(make_flat(std::move(layout), indices));
+    auto adopted = adopt(layout, indices);
+    flats.push_back(adopted ? std::move(adopted) : make_flat(std::move(layout), indices));
   }
-  for (std::size_t at = 0; at < parameters.size(); ++at)
-    std::tie(parameters[at].flat, parameters[at].segment) = places[at];
+  for (std::size_t at = 0; at < parameters.size(); ++at) std::tie(parameters[at].flat, parameters[at].segment) = places[at];
   reduction->reset();
   tell_residency();
   ++version;
 }
 
+// The flat parameter that a build scope has made of this Unit, under the names that it has in the whole.
+std::unique_ptr<FlatParameter> Engine::State::adopt(const plan::FlatLayout& layout,
+                                                    const std::vector<std::size_t>& indices) {
+  const auto& group = groups[parameters[indices.front()].group];
+  const auto prepared = prepared_in(group);
+  if (!prepared) return nullptr;
+  bool same = prepared->flat->layout().regions == layout.regions && prepared->flat->parameters().size() == indices.size();
+  for (std::size_t at = 0; same && at < indices.size(); ++at)
+    same = prepared->flat->parameters()[at].is_same(parameters[indices[at]].tensor);
+  require(
+      same,
+      "Unit '{}' was built in a build scope with another mesh or other options than shard() was given, or its parameters "
+      "changed since",
+      group.name);
+  prepared->flat->rename(layout);
+  group.unit->set_prepared(nullptr);
+  return std::move(prepared->flat);
+}
+
 std::unique_ptr<FlatParameter> Engine::State::make_flat(plan::FlatLayout layout, const std::vector<std::size_t>& indices) {
   std::vector<at::Tensor> tensors;
   for (const std::size_t index : indices) tensors.push_back(parameters[index].tensor);
-  FlatOptions how{.factors = factors,
-                  .rank = mesh.coordinate(Axis::shard),
-                  .gradient = options.precision.gradients,
-                  .travelling = wire};
-  if (options.offload == Offload::parameters) how.shard_device = at::kCPU;
-  if (options.offload != Offload::none) how.master_device = at::kCPU;
-  auto flat = std::make_unique<FlatParameter>(std::move(layout), std::move(tensors), how);
+  auto flat = std::make_unique<FlatParameter>(std::move(layout), std::move(tensors), settings.flat_options());
   for (const std::size_t index : indices)
     for (auto& tied : parameters[index].tied) tied.set_data(parameters[index].tensor.detach());
   const at::NoGradGuard no_grad;
@@ -296,7 +289,7 @@ void Engine::State::tell_residency() {
     for (std::size_t group = 0; group < groups.size(); ++group) {
       if (groups[group].unit != seam || members[group].empty()) continue;
       home.name = groups[group].name.empty() ? "root" : groups[group].name;
-      if (comes_and_goes()) home.flat = flats[parameters[members[group].front()].flat].get();
+      if (settings.comes_and_goes()) home.flat = flats[parameters[members[group].front()].flat].get();
     }
     homes.push_back(std::move(home));
   }

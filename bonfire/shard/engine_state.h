@@ -11,6 +11,7 @@
 #include "bonfire/shard/equality.h"
 #include "bonfire/shard/reducer.h"
 #include "bonfire/shard/residency.h"
+#include "bonfire/shard/settings.h"
 
 namespace bonfire {
 
@@ -57,18 +58,16 @@ struct Engine::State {
   ~State();
 
   // --- Where everything lies (engine_layout.cpp).
-  void check_options();
   void find_parameters(torch::nn::Module& module);
   void start_equal();
   void install(torch::nn::Module& module);
   void lay_out(const std::vector<std::size_t>& order_of_groups);
   std::unique_ptr<FlatParameter> make_flat(plan::FlatLayout layout, const std::vector<std::size_t>& members);
+  std::unique_ptr<FlatParameter> adopt(const plan::FlatLayout& layout, const std::vector<std::size_t>& members);
   void dissolve(const FlatParameter& flat);
   void tell_residency();
   void follow_freezing();
   void learn_order();
-  // Whether parameters have memory only while their Unit runs.
-  bool comes_and_goes() const { return factors.parameters > 1 || options.offload == Offload::parameters; }
 
   // --- One backward (engine.cpp).
   void begin_backward(bool last);
@@ -80,10 +79,10 @@ struct Engine::State {
   void broadcast_buffers();
   void scale_gradients(double factor);
 
-  Mesh mesh;
-  ShardOptions options;
-  plan::Factors factors;
-  std::optional<at::ScalarType> wire;
+  const ShardSettings settings;
+  const Mesh& mesh = settings.mesh;
+  const ShardOptions& options = settings.options;
+  const plan::Factors& factors = settings.factors;
   std::vector<Parameter> parameters;
   std::vector<ModuleGroup> groups;
   std::vector<std::vector<std::size_t>> members;  // of each group, by their numbers in `parameters`

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <fmt/ranges.h>
@@ -74,6 +75,15 @@ void require_same_values(const Group& group, const std::vector<NamedTensor>& ten
         "(Start::broadcast)",
         tensors[at].name, group.world_ranks()[0], group.world_ranks()[static_cast<std::size_t>(rank)]);
   });
+}
+
+void broadcast_values(const Group& group, const std::vector<NamedTensor>& tensors) {
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, tensor] : tensors) {
+    auto values = tensor.detach().contiguous();
+    group.broadcast(values, 0).wait();
+    tensor.detach().copy_(values);
+  }
 }
 
 }  // namespace bonfire

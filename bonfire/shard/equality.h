@@ -19,5 +19,7 @@ void require_same_structure(const Group& group, const std::vector<NamedTensor>& 
 // Collective: throws unless all ranks have the same bits, naming the first tensor that differs and the ranks.
 // REQUIRES: the same structure.
 void require_same_values(const Group& group, const std::vector<NamedTensor>& tensors);
+// Collective: all ranks take rank 0's values.
+void broadcast_values(const Group& group, const std::vector<NamedTensor>& tensors);
 
 }  // namespace bonfire

@@ -141,8 +141,7 @@ void FlatParameter::let_go_to(BufferPool& pool, const Group& group) {
   const auto whole = memory_->bytes(layout_.bytes), part = kept->bytes(layout_.bytes / group.size());
   for (const auto& region : layout_.regions) {
     const auto share = region.bytes() / group.size();
-    part.narrow(0, region.begin / group.size(), share)
-        .copy_(whole.narrow(0, region.begin + share * group.rank(), share));
+    part.narrow(0, region.begin / group.size(), share).copy_(whole.narrow(0, region.begin + share * group.rank(), share));
   }
   let_go();
   kept_ = std::move(kept);
@@ -249,9 +248,10 @@ void FlatParameter::require_intact() const {
     if (now.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl() &&
         now.sizes() == made.sizes() && now.scalar_type() == made.scalar_type())
       continue;
-    fail("parameter '{}' was given another shape, dtype or memory after shard(): change values inside "
-         "Engine::full_parameters, shapes before shard()",
-         layout_.segments[at].name);
+    fail(
+        "parameter '{}' was given another shape, dtype or memory after shard(): change values inside "
+        "Engine::full_parameters, shapes before shard()",
+        layout_.segments[at].name);
   }
 }
 

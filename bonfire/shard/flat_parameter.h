@@ -54,6 +54,8 @@ class BONFIRE_API FlatParameter {
   const FlatOptions& options() const { return options_; }
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   std::size_t segment(const std::string& name) const;
+  // The same layout under other names.
+  void rename(const plan::FlatLayout& layout) { layout_ = layout; }
   at::Device device() const { return storage_.device(); }
   // The name of the parameter in whose memory `tensor` lies; empty: in none.
   std::string parameter_in(const at::Tensor& tensor) const;

@@ -19,8 +19,8 @@ struct ReducerOptions {
   std::size_t whole_gradients = 2;       // of them at most, written or on their way, exist at a time
 };
 
-// Turns whole gradients into the averages of this rank's shares, in one order on all ranks, while backward goes on: scattered
-// over the shard group, added to what earlier microbatches left, and at last averaged over the replicas.
+// Turns whole gradients into the averages of this rank's shares, in one order on all ranks, while backward goes on:
+// scattered over the shard group, added to what earlier microbatches left, and at last averaged over the replicas.
 class Reducer {
  public:
   using Flats = std::vector<std::unique_ptr<FlatParameter>>;

@@ -15,8 +15,7 @@ class Average final : public Reduction {
 
   void begin(std::size_t bucket, FlatParameter& flat) override {
     works_.resize(std::max(works_.size(), bucket + 1));
-    for (const auto& share : flat.trained())
-      works_[bucket].push_back(replicas_.all_reduce(share.gradient, Reduce::average));
+    for (const auto& share : flat.trained()) works_[bucket].push_back(replicas_.all_reduce(share.gradient, Reduce::average));
   }
   void end(std::size_t bucket, FlatParameter&) override {
     for (auto& work : works_.at(bucket)) work.wait();

@@ -15,8 +15,9 @@ struct GradientUse {
   double rescaled = 1;  // the next step's gradients are multiplied by this many times what these were (a gradient scaler)
 };
 
-// How the gradient of this rank's shares of a flat parameter becomes their average over the replicas: the communication hook.
-// The engine calls the three in this order, each for one bucket after the other, in an order that is the same on all ranks.
+// How the gradient of this rank's shares of a flat parameter becomes their average over the replicas: the communication
+// hook. The engine calls the three in this order, each for one bucket after the other, in an order that is the same on all
+// ranks.
 class BONFIRE_API Reduction {
  public:
   virtual ~Reduction() = default;

@@ -59,9 +59,10 @@ void Residency::after_forward(UnitSeam& seam, std::vector<at::Tensor>& outputs) 
   forwards_.pop_back();
   if (options_.debug) check_memory(outputs, units_[unit]);
   if (depth_ == 1) cast(outputs, options_.outputs);
-  const bool gated = units_[unit].home.flat && at::GradMode::is_enabled() && put_gate(outputs, [weak = weak_from_this(), use] {
-                       if (const auto self = weak.lock()) self->enter_backward(*use);
-                     });
+  const bool gated =
+      units_[unit].home.flat && at::GradMode::is_enabled() && put_gate(outputs, [weak = weak_from_this(), use] {
+        if (const auto self = weak.lock()) self->enter_backward(*use);
+      });
   if (gated) {
     ++units_[unit].outstanding;
     uses_.push_back(use);
@@ -108,10 +109,11 @@ void Residency::leave(std::size_t unit, bool forward) {
 void Residency::enter_backward(Use& use) {
   begin_pass(Pass::training);
   const auto& at = units_[use.unit];
-  require(!at.home.flat || use.generation == at.home.flat->generation(),
-          "backward of Unit '{}' comes after its parameters have changed (an optimizer step since its forward?): its gradients "
-          "would be those of other weights",
-          at.home.name);
+  require(
+      !at.home.flat || use.generation == at.home.flat->generation(),
+      "backward of Unit '{}' comes after its parameters have changed (an optimizer step since its forward?): its gradients "
+      "would be those of other weights",
+      at.home.name);
   use.running_backward = true;
   enter(use.unit, options_.prefetch_before_reduction);
 }
@@ -199,7 +201,8 @@ void Residency::negotiate(std::ptrdiff_t wanted) {
                                           said.const_data_ptr<std::int64_t>() + said.numel());
     const auto first = std::find_if(wants.begin(), wants.end(), [](std::int64_t want) { return want >= 0; });
     if (first == wants.end()) return;
-    const auto other = std::find_if(wants.begin(), wants.end(), [&](std::int64_t want) { return want >= 0 && want != *first; });
+    const auto other =
+        std::find_if(wants.begin(), wants.end(), [&](std::int64_t want) { return want >= 0 && want != *first; });
     if (other != wants.end() && !std::exchange(disagreed_, true)) {
       const auto name = [&](std::int64_t want) { return units_[static_cast<std::size_t>(want)].home.name; };
       options_.log.warning(
@@ -273,8 +276,10 @@ void Residency::check_memory(const std::vector<at::Tensor>& tensors, const Unit&
     for (const auto& unit : units_) {
       if (!unit.home.flat || unit.home.flat->present()) continue;
       const auto name = unit.home.flat->parameter_in(tensor);
-      require(name.empty(), "a tensor at the seam of Unit '{}' lies in parameter '{}', whose memory is out: it may be read only "
-              "while its Unit runs, or inside Engine::full_parameters", at.home.name, name);
+      require(name.empty(),
+              "a tensor at the seam of Unit '{}' lies in parameter '{}', whose memory is out: it may be read only "
+              "while its Unit runs, or inside Engine::full_parameters",
+              at.home.name, name);
     }
 }
 

@@ -19,7 +19,7 @@ namespace bonfire {
 
 struct ResidencyOptions {
   Group gathers{};
-  Group kept{};               // among whom a Unit is gathered again in backward, where that is a smaller group
+  Group kept{};  // among whom a Unit is gathered again in backward, where that is a smaller group
   bool free_after_forward = true;
   int prefetch = 2;
   bool prefetch_before_reduction = true;
@@ -31,9 +31,9 @@ struct ResidencyOptions {
   std::function<void()> before_pass{};
 };
 
-// Which Units' memory is in, and when: brings it in before a Unit runs, forward or backward, ahead of time where the order is
-// known, and lets it go afterwards. What a Unit's backward needs is known from gates around its forward, not from gradients
-// of parameters.
+// Which Units' memory is in, and when: brings it in before a Unit runs, forward or backward, ahead of time where the order
+// is known, and lets it go afterwards. What a Unit's backward needs is known from gates around its forward, not from
+// gradients of parameters.
 //
 // All ranks issue the same gathers in the same order. In a pass without a course they agree on every gather before it
 // begins; from then on they follow the course, each as fast as it gets there. A rank that needs a Unit out of turn issues

@@ -38,11 +38,12 @@ TEST_P(Sharding, Parity) {
         for (const bool free : {true, false})
           for (const int accumulation : {1, 3}) {
             if (factor > 1 && what == Sharded::none) continue;
-            const auto run = train(4, {.spec = spec(),
-                                       .accumulation = accumulation,
-                                       .frozen = frozen,
-                                       .factor = factor,
-                                       .options = {.what = what, .reshard_after_forward = free, .prefetch = accumulation - 1}});
+            const auto run =
+                train(4, {.spec = spec(),
+                          .accumulation = accumulation,
+                          .frozen = frozen,
+                          .factor = factor,
+                          .options = {.what = what, .reshard_after_forward = free, .prefetch = accumulation - 1}});
             const auto where = fmt::format("F = {}, {}, {}, accumulation {}, {}", factor, plan::name_of(what),
                                            free ? "free" : "keep", accumulation, frozen ? "half frozen" : "all trained");
             for (std::size_t step = 0; step < alone.losses.size(); ++step)

@@ -1,0 +1,99 @@
+#include "bonfire/shard/build_scope.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/nn/sequential.h"
+#include "bonfire/shard/equality.h"
+
+namespace bonfire {
+namespace {
+
+// The floating-point parameters below `module` that no Unit inside it has taken.
+void collect(torch::nn::Module& module, const std::string& path, std::vector<NamedTensor>& into) {
+  for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+    const auto& tensor = item.value();
+    const bool met =
+        std::any_of(into.begin(), into.end(), [&](const NamedTensor& one) { return one.tensor.is_same(tensor); });
+    if (tensor.defined() && tensor.is_floating_point() && !met) into.push_back({path + item.key(), tensor});
+  }
+  for (const auto& child : module.named_children()) {
+    const UnitSeam* const unit = unit_of(*child.value(), module);
+    if (!unit || !unit->prepared()) collect(*child.value(), path + child.key() + ".", into);
+  }
+}
+
+}  // namespace
+
+std::optional<std::size_t> PreparedUnit::segment(const at::Tensor& parameter) const {
+  const auto& members = flat->parameters();
+  for (std::size_t at = 0; at < members.size(); ++at)
+    if (members[at].is_same(parameter)) return at;
+  return std::nullopt;
+}
+
+Build::Build(const Mesh& mesh, const ShardOptions& options) : settings_(mesh, options), observing_(*this) {
+  const auto& wrapping = options.wrapping;
+  if (!settings_.comes_and_goes()) return;
+  if (wrapping.predicate || wrapping.ignored || !wrapping.ignored_modules.empty() || !wrapping.ignored_parameters.empty())
+    fail_config(
+        "a build scope does not know the paths of Units that a wrapping's predicate or ignored modules ask for; "
+        "allowed in it: types, min_parameters, all_in_one");
+}
+
+void Build::constructed(UnitSeam& unit) {
+  const auto& wrapping = settings_.options.wrapping;
+  const auto& types = wrapping.types;
+  const bool chosen = types.empty() || std::find(types.begin(), types.end(), unit.type_name()) != types.end();
+  if (!settings_.comes_and_goes() || wrapping.all_in_one || !chosen) return;
+  std::vector<NamedTensor> tensors;
+  collect(unit.module(), "", tensors);
+  std::int64_t elements = 0;
+  for (const auto& [name, tensor] : tensors) elements += tensor.numel();
+  if (tensors.empty() || elements < wrapping.min_parameters) return;
+  for (const auto& [name, tensor] : tensors) {
+    const auto [owner, fresh] = owners_.try_emplace(tensor.unsafeGetTensorImpl(), unit.type_name());
+    require(
+        fresh,
+        "parameter '{}' of Unit {} belongs to a Unit {} that was built before: in a build scope register a tied parameter "
+        "in the Unit around both",
+        name, unit.type_name(), owner->second);
+  }
+
+  const Group& all = settings_.mesh.group(Axis::data);
+  if (settings_.options.start == Start::broadcast)
+    broadcast_values(all, tensors);
+  else
+    require_same_values(all, tensors);
+
+  PreparedUnit prepared;
+  plan::ParameterGroup group{unit.type_name(), {}};
+  for (const auto& [name, tensor] : tensors) {
+    prepared.own.push_back(tensor.scalar_type());
+    group.parameters.push_back({.name = name,
+                                .elements = tensor.numel(),
+                                .shape = tensor.sizes().vec(),
+                                .trained = tensor.requires_grad(),
+                                .compute = plan_dtype(settings_.compute_type(name, tensor, tensor.scalar_type())),
+                                .master = plan_dtype(tensor.scalar_type())});
+  }
+  auto layout = plan::bucket({group}, settings_.buckets(prepared.own.front())).front();
+  // In the order of the segments.
+  std::vector<at::Tensor> parameters;
+  std::vector<at::ScalarType> own;
+  for (const auto& segment : layout.segments) {
+    const auto at =
+        std::find_if(tensors.begin(), tensors.end(), [&](const NamedTensor& one) { return one.name == segment.name; });
+    parameters.push_back(at->tensor);
+    own.push_back(prepared.own[static_cast<std::size_t>(at - tensors.begin())]);
+  }
+  prepared.own = std::move(own);
+  prepared.flat = std::make_unique<FlatParameter>(std::move(layout), std::move(parameters), settings_.flat_options());
+  unit.set_prepared(std::make_shared<PreparedUnit>(std::move(prepared)));
+}
+
+}  // namespace bonfire

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "bonfire/base/api.h"
+#include "bonfire/nn/unit.h"
+#include "bonfire/shard/settings.h"
+
+namespace bonfire {
+
+// What a build scope has made of a Unit, until shard() adopts it.
+struct PreparedUnit {
+  std::unique_ptr<FlatParameter> flat;
+  std::vector<at::ScalarType> own;  // the types that the parameters were given in, by segment
+
+  // Which segment is this tensor's.
+  std::optional<std::size_t> segment(const at::Tensor& parameter) const;
+};
+
+// A scope for a model that is too big to be built first: each Unit that is constructed in it is sharded before its
+// constructor returns, so that a rank never holds more than its shares and the Unit that is being built. shard() with the
+// same mesh and options then adopts them. Initialise a Unit's parameters in its constructor; with Start::broadcast they
+// become rank 0's. With options under which a rank holds the whole model, nothing happens here.
+//
+//   std::optional<bonfire::Build> build(std::in_place, mesh, options);
+//   auto model = MyModel(...);
+//   build.reset();
+//   auto engine = bonfire::shard(mesh, model, options);
+//
+// Names that options ask about (Precision::keep) are those inside the Unit. Collective: all ranks build the same Units in
+// the same order.
+class BONFIRE_API Build final : private UnitObserver {
+ public:
+  Build(const Mesh& mesh, const ShardOptions& options);
+
+ private:
+  void constructed(UnitSeam& unit) override;
+
+  ShardSettings settings_;
+  std::unordered_map<const c10::TensorImpl*, std::string> owners_;  // the type of the Unit that took a parameter
+  ObserveUnits observing_;
+};
+
+}  // namespace bonfire

@@ -1,0 +1,76 @@
+#include "bonfire/shard/settings.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "bonfire/base/error.h"
+
+namespace bonfire {
+namespace {
+
+std::optional<at::ScalarType> wire_of(const ShardOptions& options) {
+  if (options.precision.reduction) return options.precision.reduction;
+  if (options.reduction.compression == plan::Compression::bf16) return at::kBFloat16;
+  if (options.reduction.compression == plan::Compression::fp16) return at::kHalf;
+  return std::nullopt;
+}
+
+}  // namespace
+
+ShardSettings::ShardSettings(const Mesh& on, ShardOptions asked)
+    : mesh(on),
+      options(std::move(asked)),
+      factors(plan::factors_of(options.what, mesh.shape().shard, options.accumulation)),
+      wire(wire_of(options)) {
+  const int factor = mesh.shape().shard;
+  for (const Axis axis : {Axis::pipeline, Axis::context, Axis::tensor})
+    if (mesh.shape().along(axis) > 1)
+      fail_config("mesh axis {} is {}: this version keeps whole layers on every rank; allowed: 1", name_of(axis),
+                  mesh.shape().along(axis));
+  if (options.prefetch < 0) fail_config("prefetch is {}; allowed: 0 or more Units", options.prefetch);
+  if (options.precision.parameters == at::kHalf && !options.precision.scaled_loss)
+    fail_config(
+        "precision.parameters is fp16, but the loss is not scaled: small gradients would vanish; scale the loss with a "
+        "GradScaler and say so (precision.scaled_loss), or use bf16");
+  if (options.reduction.compression == plan::Compression::powersgd && factor > 1)
+    fail_config("PowerSGD with a sharding factor of {}: it needs whole matrices; allowed: a factor of 1", factor);
+  if (options.offload == Offload::parameters && factors.parameters != factor)
+    fail_config("offload of parameters with {} sharded and a factor of {}; allowed: sharded = parameters, or a factor of 1",
+                plan::name_of(options.what), factor);
+  if (const int to = options.reshard_after_forward.ranks; to > 0 && factor % to != 0)
+    fail_config("reshard_after_forward = {} does not divide the sharding factor {}", to, factor);
+}
+
+at::ScalarType ShardSettings::compute_type(const std::string& name, const at::Tensor& parameter, at::ScalarType own) const {
+  const auto& precision = options.precision;
+  return precision.keep && precision.keep(name, parameter) ? own : precision.parameters.value_or(own);
+}
+
+plan::BucketOptions ShardSettings::buckets(at::ScalarType gradient) const {
+  auto buckets = options.buckets;
+  buckets.gradient = plan_dtype(gradient);
+  buckets.parts = mesh.shape().along(Axis::data);
+  buckets.one_per_group = comes_and_goes();
+  return buckets;
+}
+
+FlatOptions ShardSettings::flat_options() const {
+  FlatOptions how{
+      .factors = factors, .rank = mesh.coordinate(Axis::shard), .gradient = options.precision.gradients, .travelling = wire};
+  if (options.offload == Offload::parameters) how.shard_device = at::kCPU;
+  if (options.offload != Offload::none) how.master_device = at::kCPU;
+  return how;
+}
+
+// Over the replicas gradients travel in the same numbers.
+ReductionOptions ShardSettings::over_replicas() const {
+  auto reduction = options.reduction;
+  if (reduction.compression != plan::Compression::none) return reduction;
+  if (wire == at::kBFloat16) reduction.compression = plan::Compression::bf16;
+  if (wire == at::kHalf) reduction.compression = plan::Compression::fp16;
+  return reduction;
+}
+
+std::size_t ShardSettings::whole_gradients() const { return static_cast<std::size_t>(std::max(2, options.prefetch + 1)); }
+
+}  // namespace bonfire

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "bonfire/comm/mesh.h"
+#include "bonfire/plan/layout.h"
+#include "bonfire/shard/engine.h"
+#include "bonfire/shard/flat_parameter.h"
+
+namespace bonfire {
+
+// What the options of shard() come to on a mesh: the numbers that everything else follows from.
+struct ShardSettings {
+  // Throws ConfigError for options that cannot be.
+  ShardSettings(const Mesh& mesh, ShardOptions options);
+
+  // Whether parameters have memory only while their Unit runs.
+  bool comes_and_goes() const { return factors.parameters > 1 || options.offload == Offload::parameters; }
+  // What forward reads of a parameter. `own`: the type that it was given in.
+  at::ScalarType compute_type(const std::string& name, const at::Tensor& parameter, at::ScalarType own) const;
+  plan::BucketOptions buckets(at::ScalarType gradient) const;
+  FlatOptions flat_options() const;
+  ReductionOptions over_replicas() const;
+  std::size_t whole_gradients() const;  // that exist at a time, at most
+
+  Mesh mesh;
+  ShardOptions options;
+  plan::Factors factors;
+  std::optional<at::ScalarType> wire;  // what gradients travel in, where that is said
+};
+
+}  // namespace bonfire
