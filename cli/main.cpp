@@ -32,6 +32,7 @@ int main(int argc, char** argv) {
   add_bench_comm(*bench, exit_code);
   add_bench_step(*bench, exit_code);
   add_doctor(program, exit_code);
+  add_schedule(program, exit_code);
   add_tokens(program, exit_code);
 
   try {

@@ -137,6 +137,7 @@ TEST(ClosedForm, ZeroBubbleWithUnequalCosts) {
       return result;
     };
     EXPECT_EQ(longest(simulate(zb_h1(shape), costs)), work + (p - 1) * (f + i - w));
+    EXPECT_EQ(simulate(zb_h1(shape), costs).makespan, work + (p - 1) * (f + i - w));
     EXPECT_EQ(longest(simulate(zb_h2(shape), costs)), work + (p - 1) * (f + i - 2 * w));
   }
 }
