@@ -53,6 +53,7 @@ void Engine::State::begin_backward(bool is_last) {
 
 // Stream: the one of the backward operation that made the gradient.
 void Engine::State::arrive(Parameter& parameter, const at::Tensor& tensor) {
+  const HostClock::Scope timed(host);
   require(running,
           "the gradient of '{}' came outside of Engine::backward or Engine::accumulate: call engine.backward(loss) instead "
           "of loss.backward()",
@@ -75,6 +76,7 @@ void Engine::State::arrive(Parameter& parameter, const at::Tensor& tensor) {
 }
 
 at::Tensor Engine::State::sink_buffer(Parameter& parameter, bool& fresh) {
+  const HostClock::Scope timed(host);
   auto& flat = *flats[parameter.flat];
   reducer->open(flat);
   fresh = !flat.written(parameter.segment);
@@ -236,6 +238,7 @@ const plan::Factors& Engine::factors() const { return state_->factors; }
 std::vector<std::unique_ptr<FlatParameter>>& Engine::flats() { return state_->flats; }
 const std::vector<std::unique_ptr<FlatParameter>>& Engine::flats() const { return state_->flats; }
 std::int64_t Engine::layout_version() const { return state_->version; }
+double Engine::host_seconds() const { return static_cast<double>(state_->host.total()) * 1e-9; }
 std::int64_t Engine::pool_bytes() const { return state_->pool.bytes() + state_->reducer->pool().bytes(); }
 
 Engine shard(const Mesh& mesh, torch::nn::Module& module, ShardOptions options) {

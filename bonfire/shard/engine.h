@@ -139,6 +139,8 @@ class BONFIRE_API Engine {
   std::int64_t layout_version() const;
   // Bytes that the pool of gathered parameters and the one of whole gradients hold on this rank.
   std::int64_t pool_bytes() const;
+  // How long the host was inside the engine's own work at seams and gradients' arrivals, since it was made.
+  double host_seconds() const;
 
   struct State;
 

@@ -147,7 +147,7 @@ void Engine::State::install(torch::nn::Module& module) {
                        .log = options.log,
                        .before_pass = [this] { follow_freezing(); }};
   if (options.reshard_after_forward.ranks > 1) how.kept = mesh.shard_subgroup(options.reshard_after_forward.ranks);
-  residency = std::make_shared<Residency>(pool, std::move(how));
+  residency = std::make_shared<Residency>(pool, host, std::move(how));
   for (const auto& group : groups)
     if (group.unit && std::find(seams.begin(), seams.end(), group.unit) == seams.end()) seams.push_back(group.unit);
   if (auto* root = unit_of(module); root && std::find(seams.begin(), seams.end(), root) == seams.end())

@@ -9,6 +9,7 @@
 #include "bonfire/shard/buffer_pool.h"
 #include "bonfire/shard/engine.h"
 #include "bonfire/shard/equality.h"
+#include "bonfire/shard/host_clock.h"
 #include "bonfire/shard/reducer.h"
 #include "bonfire/shard/residency.h"
 #include "bonfire/shard/settings.h"
@@ -90,6 +91,7 @@ struct Engine::State {
   std::vector<UnitSeam*> seams;
 
   BufferPool pool;  // of gathered parameters
+  HostClock host;
   std::shared_ptr<Reduction> reduction;
   std::optional<Reducer> reducer;
   std::shared_ptr<Residency> residency;  // where memory comes and goes

@@ -34,6 +34,7 @@ void Residency::set_units(const std::vector<Home>& homes) {
 }
 
 void Residency::before_forward(UnitSeam& seam, std::vector<at::Tensor>& inputs) {
+  const HostClock::Scope timed(host_);
   const std::size_t unit = index_of(seam);
   const bool differentiates = at::GradMode::is_enabled();
   begin_pass(differentiates ? Pass::training : Pass::evaluation);
@@ -54,6 +55,7 @@ void Residency::before_forward(UnitSeam& seam, std::vector<at::Tensor>& inputs) 
 }
 
 void Residency::after_forward(UnitSeam& seam, std::vector<at::Tensor>& outputs) {
+  const HostClock::Scope timed(host_);
   const std::size_t unit = index_of(seam);
   const auto use = forwards_.back();
   forwards_.pop_back();
@@ -107,6 +109,7 @@ void Residency::leave(std::size_t unit, bool forward) {
 }
 
 void Residency::enter_backward(Use& use) {
+  const HostClock::Scope timed(host_);
   begin_pass(Pass::training);
   const auto& at = units_[use.unit];
   require(
@@ -119,6 +122,7 @@ void Residency::enter_backward(Use& use) {
 }
 
 void Residency::leave_backward(Use& use) {
+  const HostClock::Scope timed(host_);
   if (!std::exchange(use.running_backward, false)) return;
   --units_[use.unit].outstanding;
   leave(use.unit, false);

@@ -14,6 +14,7 @@
 #include "bonfire/shard/buffer_pool.h"
 #include "bonfire/shard/course.h"
 #include "bonfire/shard/flat_parameter.h"
+#include "bonfire/shard/host_clock.h"
 
 namespace bonfire {
 
@@ -46,7 +47,8 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
     std::string name{};
   };
 
-  Residency(BufferPool& pool, ResidencyOptions options) : pool_(pool), options_(std::move(options)) {}
+  Residency(BufferPool& pool, HostClock& host, ResidencyOptions options)
+      : pool_(pool), host_(host), options_(std::move(options)) {}
 
   // The Units, after they were laid out (anew). REQUIRES: no pass is under way.
   void set_units(const std::vector<Home>& homes);
@@ -94,6 +96,7 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
   void check_memory(const std::vector<at::Tensor>& tensors, const Unit& at) const;
 
   BufferPool& pool_;
+  HostClock& host_;
   ResidencyOptions options_;
   std::vector<Unit> units_;
   bool gathers_ = false;  // whether any Unit has memory that comes and goes

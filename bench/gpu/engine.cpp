@@ -1,0 +1,151 @@
+// What the engine costs on a GPU: forward and backward of a Llama-shaped model in bf16 without an engine, with one, and as
+// one of several ranks that hold shares of it; and the host's time in the engine for each Unit of a step.
+//
+//   bench_engine [--layers 16] [--dim 2048] [--sequence 4096] [--batch 1] [--repeats 10]
+//   bonfire launch -n 2 -- bench_engine --layers 4 …      (ranks may share a GPU; then only the host's time means something)
+//
+// Without an engine gradients are autograd's own, in bf16; with one they are written to the flat fp32 buffer by the
+// products.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include "bonfire/base/clock.h"
+#include "bonfire/base/error.h"
+#include "bonfire/comm/device.h"
+#include "bonfire/comm/launch.h"
+#include "bonfire/models/model.h"
+#include "bonfire/shard/engine.h"
+
+namespace {
+
+using namespace bonfire;
+
+struct Arguments {
+  std::int64_t layers = 16, dim = 2048, sequence = 4096, batch = 1;
+  int repeats = 10;
+};
+
+struct Spread {
+  double least, median, most;
+};
+
+Spread spread(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return {values.front(), values[values.size() / 2], values.back()};
+}
+
+plan::ModelSpec spec_of(const Arguments& arguments) {
+  return {.type = plan::ModelType::llama,
+          .dim = arguments.dim,
+          .layers = arguments.layers,
+          .heads = arguments.dim / 64,
+          .kv_heads = std::max<std::int64_t>(1, arguments.dim / 256),
+          .ffn = 4 * arguments.dim,
+          .vocab = 128256,
+          .positions = arguments.sequence};
+}
+
+class Bench {
+ public:
+  Bench(const World& world, const Arguments& arguments)
+      : world_(world),
+        arguments_(arguments),
+        tokens_(at::arange(arguments.batch * arguments.sequence, at::TensorOptions(at::kLong).device(world.device()))
+                    .mul(977)
+                    .remainder(100000)
+                    .view({arguments.batch, arguments.sequence})) {}
+
+  void bare() const {
+    auto model = make();
+    for (auto& parameter : model->parameters()) parameter.set_data(parameter.detach().to(at::kBFloat16));
+    report("no engine", time([&] {
+             model->loss(tokens_, tokens_).backward();
+             for (auto& parameter : model->parameters()) parameter.mutable_grad().reset();
+           }));
+  }
+
+  void sharded(const char* name, const MeshShape& shape, Sharded what) const {
+    auto model = make();
+    Engine engine = shard(world_.mesh(shape), *model,
+                          {.what = what, .precision = {.parameters = at::kBFloat16}, .start = Start::broadcast});
+    double host = 0;
+    std::vector<double> per_unit;
+    const double units = static_cast<double>(model->layers().size()) + 1;
+    report(name, time([&] {
+             engine.backward(model->loss(tokens_, tokens_));
+             engine.spend_gradients();
+             per_unit.push_back((engine.host_seconds() - host) / units);
+             host = engine.host_seconds();
+           }));
+    const auto [least, median, most] = spread({per_unit.begin() + 3, per_unit.end()});
+    if (world_.rank() == 0)
+      std::printf("%-28s host time in the engine per Unit: %.1f us [%.1f, %.1f]; pool %.2f GiB\n", "", median * 1e6,
+                  least * 1e6, most * 1e6, static_cast<double>(engine.pool_bytes()) / (1 << 30));
+  }
+
+ private:
+  std::shared_ptr<Model> make() const { return build_model(spec_of(arguments_), {.seed = 1, .device = world_.device()}); }
+
+  // Of one step each, without the first three.
+  std::vector<double> time(const std::function<void()>& step) const {
+    std::vector<double> seconds;
+    for (int repeat = 0; repeat < arguments_.repeats + 3; ++repeat) {
+      synchronize(world_.device());
+      const auto start = now_ns();
+      step();
+      synchronize(world_.device());
+      if (repeat >= 3) seconds.push_back(seconds_since(start));
+    }
+    return seconds;
+  }
+
+  void report(const char* name, const std::vector<double>& seconds) const {
+    const auto [least, median, most] = spread(seconds);
+    if (world_.rank() == 0)
+      std::printf("%-28s forward and backward %.2f ms [%.2f, %.2f]\n", name, median * 1e3, least * 1e3, most * 1e3);
+  }
+
+  const World& world_;
+  const Arguments& arguments_;
+  at::Tensor tokens_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Arguments arguments;
+  for (int at = 1; at + 1 < argc; at += 2) {
+    const auto is = [&](const char* name) { return std::strcmp(argv[at], name) == 0; };
+    const auto value = std::atoll(argv[at + 1]);
+    if (is("--layers")) arguments.layers = value;
+    if (is("--dim")) arguments.dim = value;
+    if (is("--sequence")) arguments.sequence = value;
+    if (is("--batch")) arguments.batch = value;
+    if (is("--repeats")) arguments.repeats = static_cast<int>(value);
+  }
+  return launch(argc, argv,
+                [&](World& world) {
+                  const Bench bench(world, arguments);
+                  if (world.size() == 1) {
+                    // Twice, interleaved: clocks drift.
+                    for (int round = 0; round < 2; ++round) {
+                      bench.bare();
+                      bench.sharded("engine, F = 1", {}, Sharded::parameters);
+                    }
+                  } else {
+                    bench.sharded("engine, replicas", {.replicate = world.size()}, Sharded::none);
+                    bench.sharded("engine, parameters sharded", {.shard = world.size()}, Sharded::parameters);
+                  }
+                },
+                {.device = [](const Environment& place) {
+                  require(gpu_available(), "{}", gpu_unavailable_reason());
+                  return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(place.local_rank % gpu_count()));
+                }});
+}
