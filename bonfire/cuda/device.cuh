@@ -67,13 +67,16 @@ __device__ Pack<T, width>& pack_at(T* data, std::int64_t index) {
   return reinterpret_cast<Pack<T, width>*>(data)[index];
 }
 
-// exp and division: the quick ones where the result is rounded to two bytes anyway.
+// Exponentials and division: the quick ones where the result is rounded to two bytes anyway.
 template <class T>
-__device__ compute_t<T> exponential(compute_t<T> x) {
-  if constexpr (sizeof(T) == 2)
-    return __expf(x);
-  else
-    return exp(x);
+__device__ compute_t<T> power_of_two(compute_t<T> x) {
+  if constexpr (sizeof(T) == 2) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  } else {
+    return exp2(x);
+  }
 }
 template <class T>
 __device__ compute_t<T> sigmoid(compute_t<T> x) {

@@ -1,5 +1,7 @@
 #include "bonfire/cuda/norm.h"
 
+#include <cuda_pipeline.h>
+
 #include "bonfire/cuda/device.cuh"
 
 namespace bonfire::cuda {
@@ -110,18 +112,47 @@ struct Backward {
   std::int64_t rows, columns;
 };
 
+template <class C>
+struct Two {
+  C first, second;
+};
+
+// Two sums over the block at once, with one barrier: callers alternate between two shared buffers, so that nobody writes
+// into one that is still read.
+template <class C>
+__device__ Two<C> sums_of_block(Two<C> value, Two<C> (&shared)[most_threads / 32]) {
+  value = {sum_of_warp(value.first), sum_of_warp(value.second)};
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  Two<C> sum{0, 0};
+  for (int warp = 0; warp < blockDim.x / 32; ++warp)
+    sum = {sum.first + shared[warp].first, sum.second + shared[warp].second};
+  return sum;
+}
+
+// Rows that are on their way to shared memory while a row is worked on.
+constexpr int stages = 2;
+constexpr int most_ahead = 384;  // threads that do so
+
 // A block takes every gridDim.x-th row; a thread has the same columns of all of them and sums their part of the weight's
-// gradient, in registers where `kept` packs hold a row, otherwise in its block's row of the parts.
+// gradient, in registers where `kept` packs hold a row, otherwise in its block's row of the parts. Where one pack does, the
+// next rows are fetched ahead; a thread reads only what it fetched itself.
 template <class T, class W, int width, int kept, bool centered>
-__global__ void __launch_bounds__(most_threads) backward_kernel(Backward<T, W> a) {
+__global__ void __launch_bounds__(most_threads, kept == 1 ? 2 : 1) backward_kernel(Backward<T, W> a) {
   using C = compute_t<T>;
-  __shared__ C shared[32];
+  __shared__ Two<C> shared[2][most_threads / 32];
   constexpr int slots = kept > 0 ? kept : 1;
+  constexpr bool ahead = kept == 1;
+  struct Row {
+    Pack<T, width> dy, x, ds;
+  };
+  extern __shared__ double2 dynamic[];                         // 16 bytes aligned
+  auto* fetched = reinterpret_cast<Pack<T, width>*>(dynamic);  // [stages][3][threads]
   const std::int64_t packs = a.columns / width;
   C dw[slots][width] = {}, db[slots][width] = {};
   C* dw_part = a.d_weight + blockIdx.x * a.columns;
   C* db_part = centered ? a.d_bias + blockIdx.x * a.columns : nullptr;
-  Pack<T, width> own_dy[slots], own_x[slots];
+  Row own[slots];
   Pack<W, width> own_weight[slots];
   const auto each = [&](const auto& body) {
     if constexpr (kept > 0) {
@@ -134,33 +165,55 @@ __global__ void __launch_bounds__(most_threads) backward_kernel(Backward<T, W> a
       for (std::int64_t i = threadIdx.x; i < packs; i += blockDim.x) body(i, 0);
     }
   };
-  const auto fetch = [&](std::int64_t row, std::int64_t i, int p) {
-    own_dy[p] = pack_at<T, width>(a.dy + row * a.columns, i);
-    own_x[p] = pack_at<T, width>(a.x + row * a.columns, i);
-    if constexpr (kept == 0) own_weight[p] = pack_at<W, width>(a.weight, i);
+  const auto read = [&](std::int64_t row, std::int64_t i, Row& to) {
+    to.dy = pack_at<T, width>(a.dy + row * a.columns, i);
+    to.x = pack_at<T, width>(a.x + row * a.columns, i);
+    if (a.ds) to.ds = pack_at<T, width>(a.ds + row * a.columns, i);
   };
-  if constexpr (kept > 0) {
-    each([&](std::int64_t i, int p) { own_weight[p] = pack_at<W, width>(a.weight, i); });
-  } else {
-    each([&](std::int64_t i, int) {
+  const auto fetch = [&](std::int64_t row, int stage) {
+    if constexpr (ahead) {
+      if (row < a.rows && threadIdx.x < packs) {
+        const std::int64_t at = row * a.columns;
+        auto* to = fetched + stage * 3 * blockDim.x + threadIdx.x;
+        __pipeline_memcpy_async(to, &pack_at<T, width>(a.dy + at, threadIdx.x), sizeof(*to));
+        __pipeline_memcpy_async(to + blockDim.x, &pack_at<T, width>(a.x + at, threadIdx.x), sizeof(*to));
+        if (a.ds) __pipeline_memcpy_async(to + 2 * blockDim.x, &pack_at<T, width>(a.ds + at, threadIdx.x), sizeof(*to));
+      }
+      __pipeline_commit();
+    }
+  };
+  for (int stage = 0; stage < stages; ++stage) fetch(blockIdx.x + static_cast<std::int64_t>(stage) * gridDim.x, stage);
+  each([&](std::int64_t i, int p) {
+    if constexpr (kept > 0) {
+      own_weight[p] = pack_at<W, width>(a.weight, i);
+    } else {
       for (int j = 0; j < width; ++j) {
         dw_part[i * width + j] = 0;
         if constexpr (centered) db_part[i * width + j] = 0;
       }
-    });
-  }
-  for (std::int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    }
+  });
+  int turn = 0, stage = 0;
+  for (std::int64_t row = blockIdx.x; row < a.rows; row += gridDim.x, turn ^= 1) {
     const C rstd = a.rstd[row];
     C mean = 0;
     if constexpr (centered) mean = a.mean[row];
-    C along = 0, total = 0;
+    if constexpr (ahead) {
+      __pipeline_wait_prior(stages - 1);
+      const auto* from = fetched + stage * 3 * blockDim.x + threadIdx.x;
+      own[0] = {from[0], from[blockDim.x], from[2 * blockDim.x]};
+      fetch(row + static_cast<std::int64_t>(stages) * gridDim.x, stage);
+      stage = stage + 1 == stages ? 0 : stage + 1;
+    }
+    Two<C> sums{0, 0};
     each([&](std::int64_t i, int p) {
-      fetch(row, i, p);
+      if constexpr (!ahead) read(row, i, own[p]);
+      if constexpr (kept == 0) own_weight[p] = pack_at<W, width>(a.weight, i);
 #pragma unroll
       for (int j = 0; j < width; ++j) {
-        const C d = load(own_dy[p].at[j]), scaled = (load(own_x[p].at[j]) - mean) * rstd, g = d * load(own_weight[p].at[j]);
-        along += g * scaled;
-        if constexpr (centered) total += g;
+        const C d = load(own[p].dy.at[j]), scaled = (load(own[p].x.at[j]) - mean) * rstd, g = d * load(own_weight[p].at[j]);
+        sums.first += g * scaled;
+        if constexpr (centered) sums.second += g;
         if constexpr (kept > 0) {
           dw[p][j] += d * scaled;
           if constexpr (centered) db[p][j] += d;
@@ -171,17 +224,19 @@ __global__ void __launch_bounds__(most_threads) backward_kernel(Backward<T, W> a
       }
     });
     const C n = static_cast<C>(a.columns);
-    along = sum_of_row(along, shared) / n;
-    if constexpr (centered) total = sum_of_row(total, shared) / n;
+    sums = sums_of_block(sums, shared[turn]);
+    const C along = sums.first / n, total = sums.second / n;
     each([&](std::int64_t i, int p) {
-      if constexpr (kept == 0) fetch(row, i, p);
-      Pack<T, width> extra{}, out;
-      if (a.ds) extra = pack_at<T, width>(a.ds + row * a.columns, i);
+      if constexpr (kept == 0) {
+        read(row, i, own[p]);
+        own_weight[p] = pack_at<W, width>(a.weight, i);
+      }
+      Pack<T, width> out;
 #pragma unroll
       for (int j = 0; j < width; ++j) {
-        const C g = load(own_dy[p].at[j]) * load(own_weight[p].at[j]), scaled = (load(own_x[p].at[j]) - mean) * rstd;
+        const C g = load(own[p].dy.at[j]) * load(own_weight[p].at[j]), scaled = (load(own[p].x.at[j]) - mean) * rstd;
         C d = rstd * (g - total - scaled * along);
-        if (a.ds) d += load(extra.at[j]);
+        if (a.ds) d += load(own[p].ds.at[j]);
         out.at[j] = store<T>(d);
       }
       pack_at<T, width>(a.dx + row * a.columns, i) = out;
@@ -252,8 +307,9 @@ struct Share {
 };
 Share backward_share(const NormShape& shape) {
   const std::int64_t packs = packs_of(shape);
+  // One that fetches ahead has its rows in shared memory, of which 48 KiB are there for the asking.
   for (const int kept : {1, 2, 4})
-    if (packs <= kept * most_threads)
+    if (packs <= kept * (kept == 1 ? most_ahead : most_threads))
       return {kept, static_cast<int>(std::max<std::int64_t>(1, ((packs + kept - 1) / kept + 31) / 32) * 32)};
   return {0, most_threads};
 }
@@ -262,8 +318,8 @@ Share backward_share(const NormShape& shape) {
 
 std::int64_t norm_parts(const NormShape& shape) {
   // As many blocks as keep a large GPU's memory busy, but at least 8 rows for each, so that the parts stay small.
-  constexpr std::int64_t threads_in_all = 132 * 1024;
-  return std::max<std::int64_t>(1, std::min(threads_in_all / backward_share(shape).threads, (shape.rows + 7) / 8));
+  const std::int64_t blocks = 132 * std::max(1, 1024 / backward_share(shape).threads);
+  return std::max<std::int64_t>(1, std::min(blocks, (shape.rows + 7) / 8));
 }
 
 void launch_norm(const NormShape& shape, const NormForward& memory, cudaStream_t stream) {
@@ -328,7 +384,7 @@ void launch_norm_backward(const NormShape& shape, const NormBackward& memory, cu
     with_centered(shape.centered, [&](auto centered) {
       const auto run = [&](auto width, auto kept) {
         backward_kernel<T, W, decltype(width)::value, decltype(kept)::value, decltype(centered)::value>
-            <<<static_cast<unsigned>(parts), block, 0, stream>>>(a);
+            <<<static_cast<unsigned>(parts), block, decltype(kept)::value == 1 ? stages * 3 * 16 * block : 0, stream>>>(a);
       };
       if (!packed || fits == 0)
         run(Number<1>{}, Number<0>{});
