@@ -1,5 +1,6 @@
-# Sets BONFIRE_CUDA_FOUND where the CUDA plug-in can be built: nvcc of LibTorch's CUDA, NCCL's header (in
-# BONFIRE_NCCL_INCLUDE), and LibTorch's CUDA part. No GPU is needed. Where something is missing, one line says what.
+# Sets BONFIRE_CUDA_FOUND where the CUDA plug-in can be built: nvcc of LibTorch's CUDA, the headers of NCCL and of CUDA's
+# libraries (their folders in BONFIRE_CUDA_HEADERS), and LibTorch's CUDA part. No GPU is needed. Where something is missing,
+# one line says what.
 set(BONFIRE_CUDA_MAJOR 13)
 set(BONFIRE_CUDA_FOUND FALSE)
 
@@ -14,7 +15,19 @@ if(BONFIRE_NVCC)
   get_filename_component(nvcc_file "${BONFIRE_NVCC}" REALPATH)
   get_filename_component(toolkit "${nvcc_file}/../.." ABSOLUTE)
   file(GLOB wheels "${BONFIRE_LIBTORCH}/../nvidia/*/include")
-  find_path(BONFIRE_NCCL_INCLUDE nccl.h HINTS "${toolkit}/include" "${toolkit}/targets/x86_64-linux/include" ${wheels})
+  # The last two are what torch's own headers ask for.
+  set(BONFIRE_CUDA_HEADERS "")
+  set(missing_header "")
+  foreach(header IN ITEMS nccl cublasLt cusparse cusolverDn)
+    find_path(BONFIRE_INCLUDE_${header} ${header}.h
+      HINTS "${toolkit}/include" "${toolkit}/targets/x86_64-linux/include" ${wheels})
+    if(BONFIRE_INCLUDE_${header})
+      list(APPEND BONFIRE_CUDA_HEADERS ${BONFIRE_INCLUDE_${header}})
+    else()
+      set(missing_header ${header}.h)
+    endif()
+  endforeach()
+  list(REMOVE_DUPLICATES BONFIRE_CUDA_HEADERS)
 endif()
 
 set(missing "")
@@ -24,8 +37,8 @@ elseif(NOT nvcc_major EQUAL BONFIRE_CUDA_MAJOR)
   set(missing "${BONFIRE_NVCC} is of CUDA ${nvcc_major}, LibTorch of CUDA ${BONFIRE_CUDA_MAJOR}")
 elseif(NOT EXISTS "${BONFIRE_LIBTORCH}/lib/libtorch_cuda.so")
   set(missing "no libtorch_cuda.so in ${BONFIRE_LIBTORCH}/lib")
-elseif(NOT BONFIRE_NCCL_INCLUDE)
-  set(missing "no nccl.h in CUDA's folder, the system's or LibTorch's (Debian package libnccl-dev)")
+elseif(missing_header)
+  set(missing "no ${missing_header} in CUDA's folder, the system's or LibTorch's (for nccl.h Debian package libnccl-dev)")
 endif()
 
 if(missing)
