@@ -1,6 +1,8 @@
 """The Llama-shaped model of bench/small_llama.toml, trained by PyTorch itself: one rank, DDP or FSDP2 over Gloo.
 
-Prints one JSON object: tokens_per_second and step_ms (median over the steps after the warm-up).
+Prints one JSON object: tokens_per_second and step_ms (median over the steps after the warm-up), processor_ms (processor time
+of a step, over all ranks), process_memory_bytes (largest rank: the most that the process held, less what it held before its
+model was built, as bench_sharded_step measures it).
     torchrun --nproc-per-node 2 bench/peers/train_ddp.py --engine ddp --steps 10
 """
 import argparse
@@ -60,6 +62,11 @@ class Llama(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
+def resident_bytes(field):
+    """VmRSS: now; VmHWM: the most since it was forgotten."""
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", choices=["none", "ddp", "fsdp2"], default="ddp")
@@ -70,23 +77,27 @@ def main():
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, os.cpu_count() // ranks))
     torch.manual_seed(1)
-    model = Llama()
     if options.engine != "none":
         dist.init_process_group("gloo")
+        dist.barrier()  # connects
+    # Imported, so that what is measured is the model and not the code of the library.
+    from torch.distributed.fsdp import fully_shard
+    open("/proc/self/clear_refs", "w").write("5")  # forgets VmHWM
+    before = resident_bytes("VmRSS")
+    model = Llama()
     if options.engine == "ddp":
         model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
     elif options.engine == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
-    seconds = []
+    seconds, processor = [], []
     for step in range(options.warmup + options.steps):
         tokens = torch.randint(VOCAB, (BATCH // ranks, SEQUENCE + 1), generator=generator)
-        start = time.perf_counter()
+        start, processor_start = time.perf_counter(), time.process_time()
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -95,10 +106,16 @@ def main():
         loss.item()
         if step >= options.warmup:
             seconds.append(time.perf_counter() - start)
+            processor.append(time.process_time() - processor_start)
+    held, busy = torch.tensor(resident_bytes("VmHWM") - before), torch.tensor(statistics.median(processor))
+    if options.engine != "none":
+        dist.all_reduce(held, op=dist.ReduceOp.MAX)
+        dist.all_reduce(busy)
     if int(os.environ.get("RANK", "0")) == 0:
         median = statistics.median(seconds)
         print(json.dumps({"engine": options.engine, "ranks": ranks, "step_ms": median * 1e3,
-                          "tokens_per_second": BATCH * SEQUENCE / median, "torch": torch.__version__}))
+                          "tokens_per_second": BATCH * SEQUENCE / median, "processor_ms": busy.item() * 1e3,
+                          "process_memory_bytes": held.item(), "torch": torch.__version__}))
     if options.engine != "none":
         dist.destroy_process_group()
 

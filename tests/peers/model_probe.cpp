@@ -9,10 +9,9 @@
 #include "bonfire/models/model.h"
 
 namespace bonfire::peers {
-namespace {
 
 // Every shape that can be told apart from the others: fewer heads of keys than of queries, tied and untied.
-plan::ModelSpec spec_of(const std::string& name) {
+plan::ModelSpec probe_spec(const std::string& name) {
   plan::ModelSpec spec;
   spec.type = name.starts_with("llama") ? plan::ModelType::llama : plan::ModelType::gpt2;
   spec.dim = 48;
@@ -32,23 +31,26 @@ void write_raw(const std::filesystem::path& file, const at::Tensor& tensor) {
       .write(static_cast<const char*>(values.const_data_ptr()), static_cast<std::streamsize>(values.nbytes()));
 }
 
-}  // namespace
+nlohmann::json index_of(const plan::ModelSpec& spec) {
+  return {
+      {"dim", spec.dim},           {"layers", spec.layers}, {"heads", spec.heads},         {"kv_heads", spec.kv_heads},
+      {"ffn", spec.ffn},           {"vocab", spec.vocab},   {"positions", spec.positions}, {"rope_theta", spec.rope_theta},
+      {"norm_eps", spec.norm_eps}, {"tied", spec.tied}};
+}
 
 // In fp64, so that what differs is the function and not the rounding.
 void dump_model(const Arguments& arguments) {
   const std::string name = arguments.at(0);
   const std::filesystem::path folder = arguments.at(1);
-  const auto spec = plan::resolve(spec_of(name));
+  const auto spec = plan::resolve(probe_spec(name));
   const auto model = build_model(spec, {.seed = 3, .dtype = at::kDouble});
   const at::Tensor tokens = (at::arange(2 * 33).mul(37) % spec.vocab).view({2, 33});
   const at::Tensor input = tokens.slice(1, 0, 32).contiguous(), target = tokens.slice(1, 1).contiguous();
   const at::Tensor loss = model->forward(input, target);
   loss.backward();
 
-  nlohmann::json index{
-      {"dim", spec.dim},           {"layers", spec.layers}, {"heads", spec.heads},         {"kv_heads", spec.kv_heads},
-      {"ffn", spec.ffn},           {"vocab", spec.vocab},   {"positions", spec.positions}, {"rope_theta", spec.rope_theta},
-      {"norm_eps", spec.norm_eps}, {"tied", spec.tied},     {"loss", loss.item<double>()}};
+  nlohmann::json index = index_of(spec);
+  index["loss"] = loss.item<double>();
   for (const auto& parameter : model->public_parameters()) {
     index["parameters"].push_back({{"name", parameter.name}, {"shape", parameter.tensor.sizes().vec()}});
     write_raw(folder / parameter.name, parameter.tensor);

@@ -28,7 +28,7 @@ void join_world(const Arguments&) {
 int main(int argc, char** argv) {
   using namespace bonfire::peers;
   const std::map<std::string, std::function<void(const Arguments&)>> probes{
-      {"events", write_events}, {"model", dump_model}, {"world", join_world}};
+      {"events", write_events}, {"model", dump_model}, {"train", train_model}, {"world", join_world}};
   const Arguments arguments(argv + 1, argv + argc);
   const auto probe = arguments.empty() ? probes.end() : probes.find(arguments[0]);
   if (probe == probes.end()) {
