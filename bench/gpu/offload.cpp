@@ -15,7 +15,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -23,6 +22,7 @@
 #include "bonfire/comm/device.h"
 #include "bonfire/comm/world.h"
 #include "bonfire/kernels/optimizer.h"
+#include "bonfire/nn/sequential.h"
 #include "bonfire/optim/optimizer.h"
 #include "bonfire/shard/engine.h"
 
@@ -56,9 +56,10 @@ struct Measured {
 };
 
 Measured train(const Arguments& arguments, const World& world, Offload offload) {
-  torch::nn::Sequential model;
+  UnitSequential model;
   for (std::int64_t layer = 0; layer < arguments.layers; ++layer)
     model->push_back(torch::nn::Linear(torch::nn::LinearOptions(arguments.width, arguments.width).bias(false)));
+  wrap_children(*model);
   model->to(gpu);
   Engine engine = shard(world.mesh({}), model, {.precision = {.parameters = at::kBFloat16}, .offload = offload});
   AdamW optimizer(engine, {.lr = 1e-4, .weight_decay = 0.1});

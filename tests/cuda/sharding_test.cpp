@@ -26,9 +26,11 @@ TEST_P(GpuSharding, ParityOfEveryModel) {
   make_deterministic();
   run_gpu_ranks(GetParam(), [](World& world) {
     for (const auto& [name, spec] : tiny_models()) {
+      // Ranks that share a GPU are slow: with four of them only what two cannot show, hybrid and tied.
+      if (world.size() == 4 && !spec.tied) continue;
       SCOPED_TRACE(name);
       const auto alone = train_tiny(World(), {.spec = spec, .frozen = true});
-      for (int factor = 1; factor <= world.size(); factor *= 2)
+      for (int factor = world.size() == 4 ? 2 : 1; factor <= world.size(); factor *= 2)
         for (const auto what : {Sharded::optimizer, Sharded::gradients, Sharded::parameters})
           for (const bool free : {true, false}) {
             const auto run = train_tiny(world, {.spec = spec,
@@ -50,6 +52,7 @@ TEST_P(GpuSharding, TwoRunsGiveEqualBits) {
   make_deterministic();
   run_gpu_ranks(GetParam(), [](World& world) {
     for (const auto& [name, spec] : tiny_models()) {
+      if (world.size() == 4 && !spec.tied) continue;
       SCOPED_TRACE(name);
       const testing::TinyRun run{
           .spec = spec, .dtype = at::kFloat, .factor = world.size(), .options = {.what = Sharded::parameters}};
@@ -64,6 +67,7 @@ TEST_P(GpuSharding, MixedPrecisionFollowsFp32) {
   BONFIRE_SKIP_WITHOUT_GPU();
   run_gpu_ranks(GetParam(), [](World& world) {
     for (const auto& [name, spec] : tiny_models()) {
+      if (world.size() == 4 && !spec.tied) continue;
       SCOPED_TRACE(name);
       const auto exact = train_tiny(world, {.spec = spec, .dtype = at::kFloat});
       for (const auto compute : {at::kBFloat16, at::kHalf}) {
