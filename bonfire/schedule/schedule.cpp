@@ -35,6 +35,12 @@ Index::Index(const Schedule& schedule)
   }
 }
 
+int Index::peer(const Action& message) const {
+  const bool forward = message.kind == Kind::send_forward || message.kind == Kind::receive_forward;
+  const int stage = message.stage + (is_send(message.kind) == forward ? 1 : -1);
+  return (forward ? find(Kind::forward, stage, message.microbatch) : input_gradient(stage, message.microbatch)).rank;
+}
+
 std::vector<int> peak_activations(const Schedule& schedule) {
   const bool kept = contents(schedule).backward;
   std::vector<int> peaks;

@@ -53,6 +53,8 @@ class BONFIRE_API Index {
     const Cell whole = find(Kind::backward, stage, microbatch);
     return whole ? whole : find(Kind::input_gradient, stage, microbatch);
   }
+  // The rank at the other end of a message, for either of its cells. REQUIRES: the table is valid.
+  int peer(const Action& message) const;
   // Cells whose action another cell has already, in the order of the table.
   const std::vector<Cell>& repeated() const { return repeated_; }
 

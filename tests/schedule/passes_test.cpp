@@ -77,6 +77,27 @@ TEST(Passes, EveryMessageIsSentWhenMadeAndReceivedWhenNeeded) {
             parse_table("0F0 0SF0 0RB0 0F1 0SF1 0RB1 0B0 0B1\n1RF0 1F0 1RF1 1B0 1SB0 1F1 1B1 1SB1", "t"));
 }
 
+TEST(Passes, BothCellsOfAMessageNameEachOthersRank) {
+  for (const Schedule& plain : tables()) {
+    const Schedule table = lower(plain);
+    const Index index(table);
+    int ends = 0;
+    for (int rank = 0; rank < table.ranks(); ++rank) {
+      for (const Action& action : table.rows[rank]) {
+        if (!is_message(action.kind)) continue;
+        const bool forward = action.kind == Kind::send_forward || action.kind == Kind::receive_forward;
+        const Kind other = forward ? (is_send(action.kind) ? Kind::receive_forward : Kind::send_forward)
+                                   : (is_send(action.kind) ? Kind::receive_backward : Kind::send_backward);
+        const int step = is_send(action.kind) == forward ? 1 : -1;
+        EXPECT_EQ(index.peer(action), index.find(other, action.stage + step, action.microbatch).rank) << to_text(action);
+        EXPECT_NE(index.peer(action), rank);
+        ++ends;
+      }
+    }
+    EXPECT_GT(ends, 0);
+  }
+}
+
 // Rank 1 needs microbatch 1 before 0, but it is sent after: both are received before the first is needed.
 TEST(Passes, ReceivesKeepTheOrderOfTheSends) {
   const Schedule table = add_messages(parse_table("0F0 0F1\n1F1 1F0", "t"));
