@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 
 #include <fmt/format.h>
@@ -50,7 +51,10 @@ UnitDescription output_head(const ModelSpec& spec) {
           .product_flops = product(spec.dim, spec.outputs()),
           .saved_elements = 2 * spec.dim + spec.outputs(),
           .saved_statistics = 1,
-          .output_elements = spec.outputs()};
+          .output_elements = spec.outputs(),
+          .working_elements = 2 * spec.dim,
+          .working_beside_weight = 2 * spec.dim,
+          .weight_elements = spec.outputs() * spec.dim};
 }
 
 // Where the head is tied, the root holds the embedding, because two Units read it.
@@ -72,6 +76,7 @@ void describe_llama(ModelDescription& model) {
   const auto& spec = model.spec;
   const std::int64_t dim = spec.dim, query = spec.heads * spec.head_dim, key = spec.kv_heads * spec.head_dim;
   const Init ones{InitKind::ones};
+  model.constant_bytes = 4 * spec.positions * spec.head_dim;  // the sines and cosines of the positions
   add_embedding(model, "model.embed_tokens.weight");
   for (std::int64_t i = 0; i < spec.layers; ++i) {
     const auto outside = [&](const char* name) { return fmt::format("model.layers.{}.{}.weight", i, name); };
@@ -93,6 +98,10 @@ void describe_llama(ModelDescription& model) {
     block.saved_elements = 4 * dim + 2 * query + 2 * key + 3 * spec.ffn;
     block.saved_statistics = 2 + spec.heads;
     block.output_elements = dim;
+    // The product's gradient goes when that of gate and up is there; in attention q, k, v and their output are still kept.
+    block.working_elements = std::max(2 * spec.ffn, 2 * query + 2 * key - 2 * dim - 3 * spec.ffn);
+    block.working_beside_weight = spec.ffn;
+    block.weight_elements = dim * spec.ffn;
     model.units.push_back(std::move(block));
   }
   UnitDescription head = output_head(spec);
@@ -134,6 +143,8 @@ void describe_gpt2(ModelDescription& model) {
     block.saved_elements = 8 * dim + 2 * spec.ffn;
     block.saved_statistics = 4 + spec.heads;
     block.output_elements = dim;
+    block.working_elements = block.working_beside_weight = spec.ffn;
+    block.weight_elements = dim * spec.ffn;
     model.units.push_back(std::move(block));
   }
   UnitDescription head = output_head(spec);
@@ -157,7 +168,7 @@ void describe_mlp(ModelDescription& model) {
     entry.parameters = {plain("linear.weight", {dim, spec.inputs}, fan_in(spec.inputs), "embedding.weight"),
                         plain("linear.bias", {dim}, zeros, "embedding.bias")};
     entry.product_flops = product(spec.inputs, dim);
-    entry.saved_elements = spec.inputs;
+    entry.saved_casts = spec.inputs;
     entry.output_elements = dim;
     model.units.push_back(std::move(entry));
   } else {
@@ -173,6 +184,8 @@ void describe_mlp(ModelDescription& model) {
     block.product_flops = 2 * product(dim, spec.ffn);
     block.saved_elements = dim + 2 * spec.ffn;
     block.output_elements = dim;
+    block.working_elements = block.working_beside_weight = spec.ffn;
+    block.weight_elements = dim * spec.ffn;
     model.units.push_back(std::move(block));
   }
   UnitDescription head = output_head(spec);
@@ -190,26 +203,44 @@ void describe_vgg(ModelDescription& model) {
   const auto& spec = model.spec;
   const Init zeros{InitKind::zeros};
   std::int64_t channels = spec.channels, side = spec.image, place = 0, block_number = 0;
+  bool pooled = false;  // what comes in is a pooling's, so nobody has kept it yet
   for (const std::int64_t out : spec.convolutions) {
     if (out == 0) {  // part of the Unit before it
+      auto& last = model.units.back();
+      const std::int64_t before = channels * side * side;
       side /= 2;
       place += 1;
-      model.units.back().output_elements = channels * side * side;
-      model.units.back().saved_elements += channels * side * side;
+      last.output_elements = channels * side * side;
+      last.saved_statistics += 2 * last.output_elements;  // which pixel won: 8 bytes each
+      if (pooled) last.saved_elements += before;
+      // The gradients before and behind the rectifier, when that of the output and the winners have gone.
+      last.working_elements = std::max(before, 2 * before - 3 * last.output_elements);
+      last.working_beside_weight += before - 3 * last.output_elements;
+      pooled = true;
       continue;
     }
     UnitDescription block{.name = fmt::format("blocks.{}", block_number++), .kind = UnitKind::block};
     block.parameters = {plain("weight", {out, channels, 3, 3}, normal(std::sqrt(2.0 / (9.0 * static_cast<double>(out)))),
                               fmt::format("features.{}.weight", place)),
                         plain("bias", {out}, zeros, fmt::format("features.{}.bias", place))};
+    const std::int64_t input = channels * side * side;
     block.product_flops = product(9 * channels, out) * static_cast<double>(side * side);
-    block.saved_elements = (channels + out) * side * side;
     block.output_elements = out * side * side;
+    // The rectifier's result, which the next Unit reads; the input only where no rectifier holds it.
+    block.saved_elements = block.output_elements + (pooled ? input : 0);
+    block.saved_casts = block_number == 1 ? input : 0;
+    block.working_elements = block.output_elements;
+    // When the rectifier's gradient has replaced its result: the input's, and both once more in the kernel's own order.
+    block.working_beside_weight = block_number == 1 ? input : 2 * input;
+    block.weight_elements = 9 * channels * out;
+    block.weight_apart = true;
     model.units.push_back(std::move(block));
     channels = out;
+    pooled = false;
     place += 2;
   }
   const double deviation = 0.01;
+  const std::int64_t map = channels * side * side;
   std::int64_t in = channels * spec.pool * spec.pool;
   for (const std::int64_t index : {0, 3}) {
     UnitDescription block{.name = fmt::format("blocks.{}", block_number++), .kind = UnitKind::block};
@@ -217,8 +248,11 @@ void describe_vgg(ModelDescription& model) {
         plain("linear.weight", {spec.ffn, in}, normal(deviation), fmt::format("classifier.{}.weight", index)),
         plain("linear.bias", {spec.ffn}, zeros, fmt::format("classifier.{}.bias", index))};
     block.product_flops = product(in, spec.ffn);
-    block.saved_elements = in + spec.ffn;
+    block.saved_elements = spec.ffn + (index == 0 ? in + (pooled ? map : 0) : 0);
     block.output_elements = spec.ffn;
+    block.working_elements = std::max(spec.ffn, in - spec.ffn);
+    block.working_beside_weight = in - spec.ffn;
+    block.weight_elements = spec.ffn * in;
     model.units.push_back(std::move(block));
     in = spec.ffn;
   }
@@ -226,8 +260,10 @@ void describe_vgg(ModelDescription& model) {
   head.parameters = {plain("output.weight", {spec.classes, in}, normal(deviation), "classifier.6.weight"),
                      plain("output.bias", {spec.classes}, zeros, "classifier.6.bias")};
   head.product_flops = product(in, spec.classes);
-  head.saved_elements = in + spec.classes;
+  head.saved_elements = spec.classes;
   head.output_elements = spec.classes;
+  head.working_elements = head.working_beside_weight = spec.classes + in;
+  head.weight_elements = spec.classes * in;
   model.units.push_back(std::move(head));
 }
 

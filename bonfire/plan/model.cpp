@@ -184,7 +184,7 @@ double UnitDescription::forward_flops(std::int64_t sequence) const {
 }
 
 std::int64_t UnitDescription::activation_bytes(std::int64_t element_bytes) const {
-  return saved_elements * element_bytes + saved_statistics * 4;
+  return (saved_elements + (element_bytes == 4 ? 0 : saved_casts)) * element_bytes + saved_statistics * 4;
 }
 
 std::int64_t ModelDescription::parameter_elements() const {

@@ -94,8 +94,15 @@ struct UnitDescription {
   double product_flops = 0;                 // of matrix products and convolutions in forward
   double attention_flops_per_position = 0;  // in forward, for each earlier position that a token attends to
   std::int64_t saved_elements = 0;          // kept from forward for backward
-  std::int64_t saved_statistics = 0;        // fp32 numbers kept as well, whatever the compute type
+  std::int64_t saved_statistics = 0;        // 4-byte numbers kept as well, whatever the compute type
+  std::int64_t saved_casts = 0;             // kept as well where the compute type is not that of the data, fp32
   std::int64_t output_elements = 0;         // what the next Unit receives
+  // The most that backward has beside the gradient of the output and what is still kept: more than that by so much.
+  std::int64_t working_elements = 0;
+  // The same while the gradient of a weight is made, which may need memory of its own size (not per token).
+  std::int64_t working_beside_weight = 0;
+  std::int64_t weight_elements = 0;
+  bool weight_apart = false;  // its gradient is always made in memory of its own
 
   BONFIRE_API std::int64_t parameter_elements() const;
   // Work of a token's forward in a causal sequence of this length. Backward is twice that.
@@ -107,6 +114,7 @@ struct UnitDescription {
 struct ModelDescription {
   ModelSpec spec;                        // resolved
   std::vector<UnitDescription> units{};  // forward order; the root comes first where it holds parameters itself
+  std::int64_t constant_bytes = 0;       // of tables that are made once
 
   BONFIRE_API std::int64_t parameter_elements() const;
   BONFIRE_API const UnitDescription& unit(std::string_view name) const;

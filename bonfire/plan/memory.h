@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bonfire/base/api.h"
+#include "bonfire/plan/layout.h"
+
+// How many bytes a rank needs, from the model and the layout alone.
+namespace bonfire::plan {
+
+// What a rank holds of the model between steps, padding included: exact.
+struct ModelState {
+  std::int64_t parameters = 0;  // what forward reads of them
+  std::int64_t masters = 0;     // what the optimizer updates, where forward reads a rounded copy
+  std::int64_t gradients = 0;
+  std::int64_t optimizer = 0;
+
+  std::int64_t total() const { return parameters + masters + gradients + optimizer; }
+};
+
+struct MemoryOptions {
+  int optimizer_states = 2;     // numbers per trained element, in its master's type; Adam has two moments
+  std::int64_t tokens = 0;      // of one microbatch
+  std::int64_t data_bytes = 0;  // of batches that are ready or in use
+  // Scattered gradients are received beside those that are sent, as Gloo does.
+  bool receives_apart = true;
+};
+
+// At the peak of a step, from the third on.
+struct Memory {
+  ModelState state{};
+  std::int64_t gathered = 0;         // buffers for parameters of Units that are in
+  std::int64_t whole_gradients = 0;  // buffers for gradients on their way to the ranks that keep a share of them
+  std::int64_t communication = 0;    // compressed gradients, and what is received
+  std::int64_t activations = 0;      // of one microbatch, with the gradients among them
+  std::int64_t data = 0;             // batches, and the model's tables
+
+  std::int64_t total() const { return state.total() + gathered + whole_gradients + communication + activations + data; }
+};
+
+BONFIRE_API ModelState model_state(const std::vector<FlatLayout>& flats, const DataParallel& layout, int optimizer_states);
+BONFIRE_API Memory memory_of(const ModelDescription& model, const DataParallel& layout, const MemoryOptions& options);
+
+// --- The tables people know: bytes of model state per parameter, in the limit of a large model, where padding is nothing.
+
+struct PrecisionKind {
+  const char* name;
+  Dtype compute, master, gradient;
+};
+
+// fp32; mixed with gradients as forward makes them; mixed with gradients kept in fp32.
+BONFIRE_API const std::vector<PrecisionKind>& precision_kinds();
+
+struct BytesPerParameter {
+  double parameters = 0, gradients = 0;
+  double optimizer = 0;  // with the masters
+
+  double total() const { return parameters + gradients + optimizer; }
+};
+
+// The rule of thumb of what activations need, per parameter, in a usual fp32 training.
+inline constexpr double activations_per_parameter = 8;
+
+BONFIRE_API BytesPerParameter bytes_per_parameter(const PrecisionKind& kind, const Factors& factors,
+                                                  int optimizer_states = 2);
+
+// How many times less model state a rank holds than a replica that shards nothing.
+BONFIRE_API double reduction_factor(const PrecisionKind& kind, const Factors& factors, int optimizer_states = 2);
+
+// --- What fits.
+
+struct Fit {
+  int shard = 1;
+  Sharded what = Sharded::none;
+  std::int64_t bytes = 0;  // of the whole peak
+};
+
+// The smallest sharding factor that divides the layout's ranks, and with it the least that must be sharded, so that a rank
+// needs no more than `cap` bytes. Nothing where none does.
+BONFIRE_API std::optional<Fit> smallest_fit(const ModelDescription& model, const DataParallel& layout,
+                                            const MemoryOptions& options, std::int64_t cap);
+
+// One line for a layout that needs more than `cap` bytes on a rank: how many it needs, and which factor would fit.
+BONFIRE_API std::string does_not_fit(const ModelDescription& model, const DataParallel& layout, const MemoryOptions& options,
+                                     std::int64_t cap);
+
+}  // namespace bonfire::plan

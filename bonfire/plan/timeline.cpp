@@ -1,0 +1,154 @@
+#include "bonfire/plan/timeline.h"
+
+#include <algorithm>
+#include <deque>
+#include <optional>
+#include <utility>
+
+#include "bonfire/base/error.h"
+#include "bonfire/plan/loans.h"
+#include "bonfire/schedule/clock.h"
+
+namespace bonfire::plan {
+namespace {
+
+using schedule::Clock;
+using schedule::Task;
+
+class Builder {
+ public:
+  Builder(const std::vector<CourseUnit>& units, const DataParallel& layout, const StepCosts& costs, Host host)
+      : units_(units),
+        layout_(layout),
+        costs_(costs),
+        host_(host),
+        factors_(layout.factors()),
+        gathered_(costs.flats.size()) {}
+
+  Timeline run() && {
+    const auto course = course_of_step(units_, layout_);
+    const auto buffers = buffers_of(course);
+    for (std::size_t at = 0; at < course.size(); ++at) add(course[at], buffers[at]);
+    finish();
+    clock_.run();
+    Timeline timeline{.seconds = clock_.makespan(), .compute = clock_.busy(compute_), .communication = clock_.busy(wire_)};
+    for (const auto& [event, task] : issued_)
+      timeline.spans.push_back({event.act, event.index, event.microbatch, clock_.start(task), clock_.end(task)});
+    return timeline;
+  }
+
+ private:
+  // Which buffer of the pool each gather fills, and each let_go frees: as it is when the pool has settled. Sizes do not
+  // matter, because the window alone decides how many are out.
+  std::vector<std::size_t> buffers_of(const std::vector<Event>& course) const {
+    Loans pool;
+    std::vector<std::size_t> buffers(course.size()), loan(costs_.flats.size());
+    for (int pass = 0; pass < 3; ++pass)
+      for (std::size_t at = 0; at < course.size(); ++at) {
+        const auto& event = course[at];
+        if (event.act == Act::gather) buffers[at] = loan[event.index] = pool.borrow(1, event.place);
+        if (event.act != Act::let_go && event.act != Act::keep_part) continue;
+        buffers[at] = loan[event.index];
+        pool.give_back(loan[event.index]);
+      }
+    return buffers;
+  }
+
+  void add(const Event& event, std::size_t buffer) {
+    const auto& flat = costs_.flats[event.act == Act::forward || event.act == Act::backward ? 0 : event.index];
+    switch (event.act) {
+      case Act::gather: {
+        const double seconds = is_second(event) && flat.gather_again > 0 ? flat.gather_again : flat.gather;
+        last_use_.resize(std::max(last_use_.size(), buffer + 1));
+        gathered_[event.index] = on_wire(event, seconds, host_ == Host::computes ? last_compute_ : last_use_[buffer]);
+        break;
+      }
+      case Act::forward: computes(event, costs_.units[event.index].forward); break;
+      case Act::backward: computes(event, costs_.units[event.index].backward); break;
+      case Act::let_go:
+      case Act::keep_part: last_use_[buffer] = last_compute_; break;
+      case Act::open_gradients:
+        if (flights_.size() < static_cast<std::size_t>(whole_gradient_limit(layout_))) break;
+        waits_.push_back(flights_.front());
+        flights_.pop_front();
+        break;
+      case Act::reduce: {
+        if (layout_.shard > 1) flights_.push_back(on_wire(event, flat.reduce, last_compute_));
+        const bool last = event.microbatch + 1 == layout_.microbatches;
+        if (last && layout_.replicate > 1) on_wire(event, flat.across, last_compute_);
+        break;
+      }
+      case Act::end_of_pass:
+        wait_for_wire();
+        flights_.clear();
+        break;
+    }
+  }
+
+  // Each Unit's first gather of a pass comes before all second ones.
+  bool is_second(const Event& gather) const { return static_cast<std::size_t>(gather.place) >= costs_.flats.size(); }
+
+  void computes(const Event& event, double seconds) {
+    const auto& own = units_[event.index].flat;
+    if (own && gathered_[*own]) waits_.push_back(*gathered_[*own]);
+    last_compute_ = clock_.task(compute_, seconds, std::exchange(waits_, {}));
+    issued_.push_back({event, *last_compute_});
+  }
+
+  Task on_wire(const Event& event, double seconds, std::optional<Task> after) {
+    last_wire_ = after ? clock_.task(wire_, seconds, {*after}) : clock_.task(wire_, seconds);
+    issued_.push_back({event, *last_wire_});
+    return *last_wire_;
+  }
+
+  // The wire does one thing after the other, so its last task is the last to end.
+  void wait_for_wire() {
+    if (last_wire_) last_compute_ = clock_.task(compute_, 0, {*last_wire_});
+  }
+
+  // The loss, the norm, the update, and what it sends.
+  void finish() {
+    const int scalars = (layout_.ranks() > 1 ? 1 : 0) + (layout_.clip && factors_.optimizer > 1 ? 1 : 0);
+    for (int at = 0; at < scalars; ++at) {
+      last_wire_ = clock_.task(wire_, costs_.scalar, {*last_compute_});
+      wait_for_wire();
+    }
+    const bool sends = factors_.optimizer > factors_.parameters;
+    for (const auto& flat : costs_.flats) {
+      const auto updated = clock_.task(compute_, costs_.update / static_cast<double>(costs_.flats.size()));
+      if (sends) clock_.task(wire_, flat.refresh, {updated});
+    }
+  }
+
+  const std::vector<CourseUnit>& units_;
+  const DataParallel& layout_;
+  const StepCosts& costs_;
+  Host host_;
+  Factors factors_;
+  Clock clock_;
+  schedule::Resource compute_ = clock_.resource("compute"), wire_ = clock_.resource("communication");
+
+  struct Issued {
+    Event event;
+    Task task;
+  };
+  std::vector<Issued> issued_;
+  std::optional<Task> last_compute_, last_wire_;
+  std::vector<std::optional<Task>> gathered_;  // per flat: its last gather
+  std::vector<std::optional<Task>> last_use_;  // per buffer of the pool
+  std::deque<Task> flights_;                   // reductions of whole gradients that hold memory
+  std::vector<Task> waits_;                    // what the next computation waits for
+};
+
+}  // namespace
+
+Timeline timeline_of(const std::vector<CourseUnit>& units, const DataParallel& layout, const StepCosts& costs, Host host) {
+  std::size_t flats = 0;
+  for (const auto& unit : units) flats = std::max(flats, unit.flat ? *unit.flat + 1 : 0);
+  require(costs.units.size() == units.size() && costs.flats.size() == flats,
+          "a timeline of {} Units and {} buffers was given costs of {} and {}", units.size(), flats, costs.units.size(),
+          costs.flats.size());
+  return Builder(units, layout, costs, host).run();
+}
+
+}  // namespace bonfire::plan

@@ -1,0 +1,251 @@
+#include "bonfire/plan/memory.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include <fmt/format.h>
+
+#include "bonfire/plan/loans.h"
+#include "tests/plan/toy_model.h"
+
+namespace bonfire::plan {
+namespace {
+
+using testing::tied_toy_model;
+using testing::toy_model;
+
+const PrecisionKind& kind(const std::string& name) {
+  for (const auto& kind : precision_kinds())
+    if (kind.name == name) return kind;
+  throw std::runtime_error(name);
+}
+
+TEST(BytesPerParameter, AreTheOnesPeopleKnow) {
+  const auto fp32 = bytes_per_parameter(kind("fp32"), {});
+  EXPECT_EQ(fp32.parameters, 4);
+  EXPECT_EQ(fp32.gradients, 4);
+  EXPECT_EQ(fp32.optimizer, 8);
+  EXPECT_EQ(fp32.total() + activations_per_parameter, 24);
+
+  const auto mixed = bytes_per_parameter(kind("mixed"), {});
+  EXPECT_EQ(mixed.parameters, 2);
+  EXPECT_EQ(mixed.gradients, 2);
+  EXPECT_EQ(mixed.optimizer, 12);
+
+  const auto accumulated = bytes_per_parameter(kind("mixed, fp32 gradients"), {});
+  EXPECT_EQ(accumulated.parameters, 2);
+  EXPECT_EQ(accumulated.gradients, 4);
+  EXPECT_EQ(accumulated.optimizer, 12);
+}
+
+TEST(BytesPerParameter, ShrinkByFourEightAndTheNumberOfRanks) {
+  const int many = 1 << 20;
+  EXPECT_NEAR(reduction_factor(kind("mixed"), factors_of(Sharded::optimizer, many)), 4, 1e-3);
+  EXPECT_NEAR(reduction_factor(kind("mixed"), factors_of(Sharded::gradients, many)), 8, 1e-3);
+  for (const int ranks : {1, 2, 64})
+    for (const auto& kind : precision_kinds())
+      EXPECT_DOUBLE_EQ(reduction_factor(kind, factors_of(Sharded::parameters, ranks)), ranks);
+}
+
+// Table 1 of the ZeRO paper: gigabytes of model state on a device, mixed precision with Adam.
+TEST(BytesPerParameter, GiveThePublishedTable) {
+  struct Row {
+    int ranks;
+    double optimizer, gradients, parameters;
+  };
+  struct Table {
+    double billions;
+    std::vector<Row> rows;
+  };
+  const Table tables[] = {{7.5,
+                           {{1, 120, 120, 120},
+                            {4, 52.5, 41.3, 30},
+                            {16, 35.6, 21.6, 7.5},
+                            {64, 31.4, 16.6, 1.88},
+                            {256, 30.4, 15.4, 0.47},
+                            {1024, 30.1, 15.1, 0.12}}},
+                          {128,
+                           {{1, 2048, 2048, 2048},
+                            {4, 896, 704, 512},
+                            {16, 608, 368, 128},
+                            {64, 536, 284, 32},
+                            {256, 518, 263, 8},
+                            {1024, 513, 257, 2}}},
+                          {1000,
+                           {{1, 16000, 16000, 16000},
+                            {4, 7000, 5500, 4000},
+                            {16, 4750, 2875, 1000},
+                            {64, 4187, 2218, 250},
+                            {256, 4046, 2054, 62.5},
+                            {1024, 4011, 2013, 15.6}}}};
+  for (const auto& [billions, rows] : tables)
+    for (const auto& row : rows)
+      for (const auto& [what, published] : {std::pair{Sharded::optimizer, row.optimizer},
+                                            {Sharded::gradients, row.gradients},
+                                            {Sharded::parameters, row.parameters}}) {
+        const double bytes = billions * bytes_per_parameter(kind("mixed"), factors_of(what, row.ranks)).total();
+        // Printed with three digits, some of them cut off.
+        EXPECT_NEAR(bytes, published, std::max(0.005, 0.005 * published))
+            << billions << "B, " << name_of(what) << ", " << row.ranks;
+      }
+}
+
+// 256 and 512 elements on up to four ranks: no padding, so the formula can be counted by hand.
+TEST(ModelState, IsTheFormula) {
+  const auto model = toy_model({256, 512});
+  const auto state = [&](const DataParallel& layout) { return model_state(flats_of(model, layout), layout, 2); };
+  const auto ddp = state({.replicate = 4});
+  EXPECT_EQ(ddp.parameters, 768 * 4);
+  EXPECT_EQ(ddp.masters, 0);
+  EXPECT_EQ(ddp.gradients, 768 * 4);
+  EXPECT_EQ(ddp.optimizer, 768 * 8);
+
+  const auto zero1 = state({.shard = 4, .what = Sharded::optimizer, .compute = Dtype::bf16});
+  EXPECT_EQ(zero1.parameters, 768 * 2);
+  EXPECT_EQ(zero1.masters, 768);
+  EXPECT_EQ(zero1.gradients, 768 * 4);
+  EXPECT_EQ(zero1.optimizer, 768 * 2);
+
+  const auto zero2 = state({.shard = 4, .what = Sharded::gradients, .compute = Dtype::bf16, .gradient = Dtype::bf16});
+  EXPECT_EQ(zero2.parameters, 768 * 2);
+  EXPECT_EQ(zero2.gradients, 768 * 2 / 4);
+
+  const auto zero3 = state({.replicate = 2, .shard = 2, .what = Sharded::parameters});
+  EXPECT_EQ(zero3.total(), 768 * 16 / 2);
+  const auto full = state({.shard = 2, .what = Sharded::parameters, .accumulation = Accumulation::full});
+  EXPECT_EQ(full.total(), 768 * 12 / 2 + 768 * 4);
+}
+
+TEST(ModelState, OfFrozenParametersIsThemselves) {
+  auto model = toy_model({256, 512});
+  model.units[0].parameters[0].trained = false;
+  const DataParallel layout{.shard = 2, .what = Sharded::parameters, .compute = Dtype::bf16};
+  const auto state = model_state(flats_of(model, layout), layout, 2);
+  EXPECT_EQ(state.parameters, 768 * 2 / 2);
+  EXPECT_EQ(state.masters, 512 * 4 / 2);
+  EXPECT_EQ(state.gradients, 512 * 4 / 2);
+  EXPECT_EQ(state.optimizer, 512 * 8 / 2);
+}
+
+// With padding a rank never holds less than its part, and never more than the padding of each parameter and Unit.
+TEST(ModelState, ComesCloseToBytesPerParameter) {
+  const auto model = describe(published_model("gpt2-124m"));
+  for (const auto& kind : precision_kinds())
+    for (const int shard : {1, 2, 8})
+      for (const auto what : {Sharded::optimizer, Sharded::gradients, Sharded::parameters}) {
+        const DataParallel layout{
+            .shard = shard, .what = what, .compute = kind.compute, .master = kind.master, .gradient = kind.gradient};
+        const double formula =
+            bytes_per_parameter(kind, layout.factors()).total() * static_cast<double>(model.parameter_elements());
+        const auto state = static_cast<double>(model_state(flats_of(model, layout), layout, 2).total());
+        EXPECT_GE(state, formula);
+        EXPECT_LT(state, 1.001 * formula) << kind.name << " " << shard << " " << name_of(what);
+      }
+}
+
+TEST(Loans, TakeTheSmallestFreeBufferAndTheSameAgain) {
+  Loans pool;
+  const auto small = pool.borrow(100), large = pool.borrow(5000);
+  EXPECT_EQ(pool.bytes(), 512 + 5120);
+  pool.give_back(large);
+  pool.give_back(small);
+  EXPECT_EQ(pool.borrow(400), small);
+  EXPECT_EQ(pool.borrow(400), large);  // larger than needed, but free
+  pool.give_back(small);
+  pool.give_back(large);
+  EXPECT_EQ(pool.borrow(4000, 7), large);
+  pool.give_back(large);
+  pool.borrow(300, 8);
+  EXPECT_EQ(pool.borrow(4000, 7), large);
+  EXPECT_EQ(pool.buffers(), 2u);
+}
+
+Memory sharded(const ModelDescription& model, int prefetch, bool reshard = true) {
+  return memory_of(model, {.shard = 2, .what = Sharded::parameters, .reshard_after_forward = reshard, .prefetch = prefetch},
+                   {});
+}
+
+TEST(Memory, GatheredParametersAreOneBufferMoreThanUnitsAhead) {
+  const auto model = toy_model({1024, 1024, 1024, 1024, 1024, 1024});
+  for (const int prefetch : {0, 1, 2, 3, 4}) EXPECT_EQ(sharded(model, prefetch).gathered, (prefetch + 1) * 4096) << prefetch;
+  EXPECT_EQ(sharded(model, 100).gathered, 6 * 4096);
+  EXPECT_EQ(sharded(model, 1, false).gathered, 6 * 4096);
+  EXPECT_EQ(memory_of(model, {.shard = 2, .what = Sharded::gradients}, {}).gathered, 0);
+  // The root's stays beside them.
+  EXPECT_EQ(sharded(tied_toy_model(2048, {1024, 1024, 1024, 1024, 1024}), 1).gathered, 8192 + 2 * 4096);
+}
+
+TEST(Memory, WholeGradientsAreAtLeastTwoBuffers) {
+  const auto model = toy_model({1024, 1024, 1024, 1024, 1024, 1024});
+  for (const int prefetch : {0, 1, 2, 3})
+    EXPECT_EQ(sharded(model, prefetch).whole_gradients, std::max(2, prefetch + 1) * 4096);
+  const auto zero1 = memory_of(model, {.shard = 2, .what = Sharded::optimizer}, {});
+  EXPECT_EQ(zero1.whole_gradients, 0);  // kept whole
+  // In the type in which they travel.
+  const DataParallel rounded{.shard = 2, .what = Sharded::parameters, .prefetch = 1, .reduction = Dtype::bf16};
+  EXPECT_EQ(memory_of(model, rounded, {}).whole_gradients, 2 * 2048);
+}
+
+// The peak of activations lies where backward begins: all that forward has kept, and what backward adds.
+TEST(Memory, ActivationsFollowBackward) {
+  auto model = toy_model({256, 256, 256});
+  for (auto& unit : model.units) unit.saved_elements = 10, unit.output_elements = 3, unit.working_elements = 5;
+  model.units[1].working_elements = 100;
+  const DataParallel layout{};
+  EXPECT_EQ(memory_of(model, layout, {.tokens = 7}).activations, 7 * 4 * (20 + 3 + 100));
+  model.units[1].working_elements = 14;
+  EXPECT_EQ(memory_of(model, layout, {.tokens = 7}).activations, 7 * 4 * (30 + 3 + 5));
+  // A weight's gradient that is made in another type first.
+  model.units[2].weight_elements = 1000;
+  EXPECT_EQ(memory_of(model, layout, {.tokens = 7}).activations, 7 * 4 * (30 + 3 + 5));
+  model.units[2].working_beside_weight = 2;
+  EXPECT_EQ(memory_of(model, {.compute = Dtype::bf16}, {.tokens = 7}).activations, 7 * 2 * (30 + 3 + 2) + 2000);
+}
+
+TEST(Memory, ShardingMoreNeverNeedsMore) {
+  const auto model = describe({.type = ModelType::llama, .dim = 256, .layers = 8, .heads = 8, .vocab = 4096});
+  const MemoryOptions options{.tokens = 256};
+  for (const int shard : {2, 4, 8}) {
+    std::int64_t before = memory_of(model, {.replicate = shard}, options).total();
+    for (const auto what : {Sharded::optimizer, Sharded::gradients, Sharded::parameters}) {
+      const auto now = memory_of(model, {.shard = shard, .what = what, .prefetch = 1}, options).state.total();
+      EXPECT_LT(now, before);
+      before = now;
+    }
+  }
+}
+
+TEST(Fit, IsTheSmallestFactorThatFits) {
+  const auto model = describe({.type = ModelType::llama, .dim = 256, .layers = 16, .heads = 8, .vocab = 4096});
+  const DataParallel layout{.replicate = 8};
+  const MemoryOptions options{.tokens = 128};
+  const std::int64_t ddp = memory_of(model, layout, options).total();
+  const auto at = [&](std::int64_t cap) { return smallest_fit(model, layout, options, cap); };
+  EXPECT_EQ(at(ddp)->shard, 1);
+  EXPECT_EQ(at(ddp)->bytes, ddp);
+  for (const std::int64_t cap : {ddp - 1, ddp * 2 / 3, ddp / 2}) {
+    const auto fit = at(cap);
+    ASSERT_TRUE(fit) << cap;
+    EXPECT_GT(fit->shard, 1);
+    EXPECT_LE(fit->bytes, cap);
+    DataParallel chosen{.replicate = 8 / fit->shard, .shard = fit->shard, .what = fit->what};
+    EXPECT_EQ(memory_of(model, chosen, options).total(), fit->bytes);
+    if (fit->shard == 2) continue;
+    chosen = {.replicate = 16 / fit->shard, .shard = fit->shard / 2, .what = Sharded::parameters};
+    EXPECT_GT(memory_of(model, chosen, options).total(), cap) << "a smaller factor would have been enough";
+  }
+  EXPECT_FALSE(at(1 << 20));
+
+  const std::string words = does_not_fit(model, layout, options, ddp / 2);
+  EXPECT_NE(words.find(std::to_string(ddp) + " bytes"), std::string::npos) << words;
+  EXPECT_NE(
+      words.find(fmt::format("shard = {}, sharded = \"{}\" would fit", at(ddp / 2)->shard, name_of(at(ddp / 2)->what))),
+      std::string::npos)
+      << words;
+  EXPECT_NE(does_not_fit(model, layout, options, 1 << 20).find("more ranks"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace bonfire::plan
