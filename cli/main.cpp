@@ -27,6 +27,7 @@ int main(int argc, char** argv) {
   program.require_subcommand(1);
   add_train(program, exit_code);
   add_launch(program, exit_code);
+  add_plan(program, exit_code);
   CLI::App* bench = program.add_subcommand("bench", "Measure");
   bench->require_subcommand(1);
   add_bench_comm(*bench, exit_code);

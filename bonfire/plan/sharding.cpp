@@ -26,4 +26,10 @@ const char* name_of(Sharded what) {
   return "?";
 }
 
+Sharded sharded_of(std::string_view name) {
+  for (const auto what : {Sharded::none, Sharded::optimizer, Sharded::gradients, Sharded::parameters})
+    if (name == name_of(what)) return what;
+  fail_config("sharded = \"{}\" is not known; allowed: none | optimizer | gradients | parameters", name);
+}
+
 }  // namespace bonfire::plan

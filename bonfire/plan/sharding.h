@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 #include "bonfire/base/api.h"
 
@@ -26,5 +27,7 @@ struct Factors {
 BONFIRE_API Factors factors_of(Sharded what, int shard, Accumulation accumulation = Accumulation::sharded);
 
 BONFIRE_API const char* name_of(Sharded what);
+// Throws ConfigError for another name than none, optimizer, gradients, parameters.
+BONFIRE_API Sharded sharded_of(std::string_view name);
 
 }  // namespace bonfire::plan

@@ -16,19 +16,13 @@ MeshShape mesh_shape(const Config::Layout& layout) {
           .tensor = static_cast<int>(layout.tensor)};
 }
 
-Sharded sharded(const std::string& name) {
-  if (name == "optimizer") return Sharded::optimizer;
-  if (name == "gradients") return Sharded::gradients;
-  return name == "parameters" ? Sharded::parameters : Sharded::none;
-}
-
 ShardOptions engine_options(const Config& config) {
-  ShardOptions options{.what = sharded(config.layout.sharded)};
+  // The same numbers as the prediction's.
+  const auto layout = data_parallel_of(config);
+  ShardOptions options{.what = layout.what};
   if (config.train.precision == "bf16") options.precision.parameters = at::kBFloat16;
   if (config.train.precision == "fp16") options.precision.parameters = at::kHalf;
   options.precision.scaled_loss = config.train.precision == "fp16";
-  // The same numbers as the prediction's.
-  const auto layout = data_parallel_of(config);
   options.buckets = layout.buckets;
   options.reduction = {.compression = layout.compression, .powersgd_rank = layout.powersgd_rank};
   return options;

@@ -1,6 +1,6 @@
 #include "bonfire/train/predict.h"
 
-#include <algorithm>
+#include "bonfire/comm/device.h"
 
 namespace bonfire {
 namespace {
@@ -11,22 +11,12 @@ plan::Compression compression_of(const std::string& name) {
   return name == "powersgd" ? plan::Compression::powersgd : plan::Compression::none;
 }
 
-std::int64_t optimizer_states(const Config::Optimizer& optimizer) {
+int optimizer_states(const Config::Optimizer& optimizer) {
   if (optimizer.type == "sgd") return optimizer.momentum != 0 ? 1 : 0;
   return optimizer.amsgrad ? 3 : 2;
 }
 
 std::int64_t tokens_per_sample(const Config& config) { return config.reads_tokens() ? config.data.sequence : 1; }
-
-// Elements per token of the largest gradient of something inside a Unit that exists beside all that forward has kept.
-std::int64_t working_elements(const plan::ModelDescription& model) {
-  const auto& spec = model.spec;
-  if (spec.type == plan::ModelType::llama) return 2 * spec.ffn;  // gate and up are one product
-  if (spec.type != plan::ModelType::vgg) return spec.ffn;
-  std::int64_t largest = 0;
-  for (const auto& unit : model.units) largest = std::max(largest, unit.saved_elements);
-  return largest;
-}
 
 // Input and target of one sample.
 std::int64_t sample_bytes(const Config& config) {
@@ -39,37 +29,30 @@ std::int64_t sample_bytes(const Config& config) {
 
 plan::DataParallel data_parallel_of(const Config& config) {
   constexpr double mebibyte = 1 << 20;
+  const std::int64_t samples = config.train.batch / config.data_ranks();  // of one rank
   return {.replicate = static_cast<int>(config.layout.replicate),
+          .shard = static_cast<int>(config.layout.shard),
+          .what = plan::sharded_of(config.layout.sharded),
+          .microbatches = static_cast<int>(samples / config.train.microbatch),
+          .compute = plan::dtype_of(config.train.precision),
           .buckets = {.bucket_bytes = static_cast<std::int64_t>(config.layout.bucket_mb * mebibyte),
                       .first_bucket_bytes = static_cast<std::int64_t>(config.layout.first_bucket_mb * mebibyte)},
           .compression = compression_of(config.layout.compression),
-          .powersgd_rank = static_cast<int>(config.layout.powersgd_rank)};
+          .powersgd_rank = static_cast<int>(config.layout.powersgd_rank),
+          .clip = config.train.clip > 0};
 }
 
-MemoryPrediction predict_memory(const Config& config) {
-  const auto model = plan::describe(config.model.spec);
-  const auto layout = data_parallel_of(config);
-  std::int64_t all = 0, trained = 0;  // elements, with padding
-  for (const auto& flat : plan::flats_of(model, layout)) {
-    for (const auto& region : flat.regions) all += region.elements;
-    trained += flat.trained_elements();
-  }
-  constexpr std::int64_t master_bytes = 4;
-  const std::int64_t compute_bytes = config.train.precision == "fp32" ? 4 : 2;
+plan::MemoryOptions memory_options_of(const Config& config) {
+  const bool on_cpu = config.run.device == "cpu" || (config.run.device == "auto" && !gpu_available());
+  return {.optimizer_states = optimizer_states(config.optimizer),
+          .tokens = config.train.microbatch * tokens_per_sample(config),
+          // The step in use and the two that the loader reads ahead.
+          .data_bytes = 3 * config.train.batch / config.data_ranks() * sample_bytes(config),
+          .receives_apart = on_cpu};
+}
 
-  MemoryPrediction bytes;
-  bytes.parameters = all * compute_bytes + (compute_bytes == master_bytes ? 0 : trained * master_bytes);
-  bytes.gradients = trained * master_bytes;
-  bytes.optimizer = optimizer_states(config.optimizer) * trained * master_bytes;
-  if (layout.replicate > 1 && layout.compression != plan::Compression::none) {
-    bytes.communication = trained * (layout.compression == plan::Compression::powersgd ? master_bytes : 2);
-  }
-  for (const auto& unit : model.units) bytes.activations += unit.activation_bytes(compute_bytes);
-  bytes.activations += working_elements(model) * compute_bytes;
-  bytes.activations *= config.train.microbatch * tokens_per_sample(config);
-  // The step in use and the two that the loader reads ahead.
-  bytes.data = 3 * config.train.batch / config.data_ranks() * sample_bytes(config);
-  return bytes;
+plan::Memory predict_memory(const Config& config) {
+  return plan::memory_of(plan::describe(config.model.spec), data_parallel_of(config), memory_options_of(config));
 }
 
 double step_flops(const Config& config) {
