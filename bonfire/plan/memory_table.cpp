@@ -39,8 +39,7 @@ std::vector<MemoryRow> memory_table(const ModelDescription& model, const DataPar
         if (shard > 1 && tried.compression == Compression::powersgd) tried.compression = Compression::none;
         const auto memory = memory_of(model, tried, options);
         // With a factor of 1 nothing is sharded, whatever the layout says.
-        const bool given = same_types(kind, layout) && ranks == layout.ranks() && shard == layout.shard &&
-                           (shard == 1 || what == layout.what);
+        const bool given = same_types(kind, layout) && shard == layout.shard && (shard == 1 || what == layout.what);
         rows.push_back({.kind = &kind,
                         .shard = shard,
                         .what = what,

@@ -17,7 +17,7 @@ struct MemoryRow {
   double reduction = 1;   // how many times less model state than without sharding
   ModelState state{};     // exact, with padding
   std::int64_t peak = 0;  // of everything, with the given microbatch
-  bool given = false;     // this is the layout that was given
+  bool given = false;     // the precision, factor and choice of what is sharded that were given
 };
 
 // All of them for `ranks` data-parallel ranks: every precision, every factor that is a power of two or all ranks, and

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include "bonfire/plan/loans.h"
+#include "bonfire/plan/memory_table.h"
 #include "tests/plan/toy_model.h"
 
 namespace bonfire::plan {
@@ -215,6 +216,27 @@ TEST(Memory, ShardingMoreNeverNeedsMore) {
       before = now;
     }
   }
+}
+
+TEST(Table, HasEveryWayToShardOnceAndMarksTheGivenOne) {
+  const auto model = toy_model({1024, 1024});
+  const DataParallel layout{.replicate = 3, .shard = 4, .what = Sharded::gradients, .compute = Dtype::fp16};
+  const auto rows = memory_table(model, layout, {}, 12);
+  ASSERT_EQ(rows.size(), 3u * (1 + 3 * 3));  // F = 1, and 2, 4 and 12 with three choices each, in three precisions
+  int given = 0;
+  for (const auto& row : rows) {
+    EXPECT_EQ(12 % row.shard, 0);
+    EXPECT_EQ(row.shard == 1, row.what == Sharded::none);
+    EXPECT_GE(row.peak, row.state.total());
+    EXPECT_GE(static_cast<double>(row.state.total()), row.per_parameter.total() * 2048);
+    if (row.given) {
+      ++given;
+      EXPECT_EQ(row.shard, 4);
+      EXPECT_EQ(row.what, Sharded::gradients);
+      EXPECT_STREQ(row.kind->name, "mixed, fp32 gradients");
+    }
+  }
+  EXPECT_EQ(given, 1);
 }
 
 TEST(Fit, IsTheSmallestFactorThatFits) {
