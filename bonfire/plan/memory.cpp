@@ -71,7 +71,12 @@ class StepWalk {
  public:
   StepWalk(const ModelDescription& model, const std::vector<FlatLayout>& flats, const DataParallel& layout,
            const MemoryOptions& options)
-      : model_(model), flats_(flats), layout_(layout), options_(options), factors_(layout.factors()) {
+      : model_(model),
+        flats_(flats),
+        layout_(layout),
+        options_(options),
+        factors_(layout.factors()),
+        units_(course_units(model, flats)) {
     std::int64_t saved = 0;
     for (const auto& unit : model.units) kept_.push_back(saved += unit.activation_bytes(bytes_of(layout.compute)));
   }
@@ -80,8 +85,13 @@ class StepWalk {
     for (const auto& event : course) {
       last_ = event.microbatch + 1 == layout_.microbatches;
       switch (event.act) {
+        case Act::gather: coming_.push_back(event.index); break;
+        case Act::forward: arrive(event.index); break;
         case Act::open_gradients: open(event.index); break;
-        case Act::backward: note(activations_in_backward(event.index)); break;
+        case Act::backward:
+          arrive(event.index);
+          note(activations_in_backward(event.index));
+          break;
         case Act::reduce: reduce(event.index); break;
         case Act::end_of_pass:
           note(0);
@@ -112,6 +122,21 @@ class StepWalk {
     const std::int64_t working = std::max(unit.working_elements * element * options_.tokens,
                                           unit.working_beside_weight * element * options_.tokens + weight);
     return (kept_[at] + incoming * element) * options_.tokens + working;
+  }
+
+  // Gathers up to that of the Unit have ended.
+  void arrive(std::size_t unit) {
+    const auto& flat = units_[unit].flat;
+    const auto at = flat ? std::find(coming_.begin(), coming_.end(), *flat) : coming_.end();
+    if (at != coming_.end()) coming_.erase(coming_.begin(), at + 1);
+  }
+
+  // What is received beside the memory it is for: Gloo's two threads work on two gathers at a time.
+  std::int64_t gathering() const {
+    std::int64_t sum = 0;
+    for (std::size_t at = 0; options_.receives_apart && at < std::min<std::size_t>(2, coming_.size()); ++at)
+      sum += flats_[coming_[at]].bytes;
+    return sum;
   }
 
   void open(std::size_t flat) {
@@ -156,9 +181,10 @@ class StepWalk {
   }
 
   void note(std::int64_t activations) {
-    if (activations + received_ + compressed_ <= activations_at_peak_ + communication_at_peak_) return;
+    const std::int64_t communication = received_ + compressed_ + gathering();
+    if (activations + communication <= activations_at_peak_ + communication_at_peak_) return;
     activations_at_peak_ = activations;
-    communication_at_peak_ = received_ + compressed_;
+    communication_at_peak_ = communication;
   }
 
   std::size_t limit() const { return static_cast<std::size_t>(whole_gradient_limit(layout_)); }
@@ -168,10 +194,12 @@ class StepWalk {
   const DataParallel& layout_;
   const MemoryOptions& options_;
   Factors factors_;
+  std::vector<CourseUnit> units_;
   std::vector<std::int64_t> kept_;  // per Unit: what forward has kept up to its end, per token
   Loans pool_;
   std::vector<std::size_t> opened_;  // per buffer: the loan of its whole gradient
   std::deque<Flight> flights_;
+  std::deque<std::size_t> coming_;  // buffers whose gathers were issued and not waited for
   bool last_ = true;
   std::int64_t received_ = 0, compressed_ = 0;
   std::int64_t activations_at_peak_ = 0, communication_at_peak_ = 0;
