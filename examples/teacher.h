@@ -2,6 +2,8 @@
 
 #include <cmath>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include <bonfire/bonfire.h>
 
@@ -11,26 +13,45 @@
 // What the examples learn: a function of eight numbers, from samples that are made as they are needed.
 namespace example {
 
-struct MlpImpl : torch::nn::Module {
-  explicit MlpImpl(std::uint64_t seed) {
-    hidden = register_module("hidden", torch::nn::Linear(8, 64));
-    output = register_module("output", torch::nn::Linear(64, 1));
+// A layer is what is gathered and freed as a whole once parameters are sharded: a Unit. Where they are not, marking it costs
+// nothing, and TORCH_MODULE would do as well.
+struct LayerImpl : torch::nn::LinearImpl {
+  LayerImpl(const bonfire::Random& random, std::int64_t inputs, std::int64_t outputs) : LinearImpl(inputs, outputs) {
     // Weights from a counter-based generator: the same on every rank, in whatever order they are made.
     const at::NoGradGuard no_grad;
     for (auto& item : named_parameters()) {
-      const bonfire::Random random = bonfire::Random(seed).fork(item.key());
+      const bonfire::Random own = random.fork(item.key());
       at::Tensor values = at::empty(item.value().sizes());
       for (std::int64_t at = 0; at < values.numel(); ++at)
-        values.data_ptr<float>()[at] = 0.3f * static_cast<float>(random.normal(at));
+        values.data_ptr<float>()[at] = static_cast<float>(own.normal(at) / std::sqrt(static_cast<double>(inputs)));
       item.value().copy_(values);
     }
   }
 
-  at::Tensor forward(const at::Tensor& x) { return output->forward(hidden->forward(x).tanh()); }
-
-  torch::nn::Linear hidden{nullptr}, output{nullptr};
+  at::Tensor forward(const at::Tensor& x) { return LinearImpl::forward(x); }
 };
-TORCH_MODULE(Mlp);
+BONFIRE_UNIT(Layer);
+
+// `depth` hidden layers of `width`. The root is a Unit too.
+struct MlpImpl : torch::nn::Module {
+  explicit MlpImpl(std::uint64_t seed, std::int64_t width = 64, int depth = 1) {
+    const bonfire::Random random(seed);
+    for (int at = 0; at < depth; ++at) {
+      const std::string name = "hidden" + std::to_string(at);
+      hidden.push_back(register_module(name, Layer(random.fork(name), at == 0 ? 8 : width, width)));
+    }
+    output = register_module("output", Layer(random.fork("output"), width, 1));
+  }
+
+  at::Tensor forward(at::Tensor x) {
+    for (auto& layer : hidden) x = layer->forward(x).tanh();
+    return output->forward(x);
+  }
+
+  std::vector<Layer> hidden;
+  Layer output{nullptr};
+};
+BONFIRE_UNIT(Mlp);
 
 struct Batch {
   at::Tensor x, y;

@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <fstream>
 #include <regex>
 #include <string>
 #include <vector>
@@ -54,7 +56,53 @@ TEST(Examples, LearnInsideAnMpiProgramAsTheyDoAlone) {
 #endif
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Example, ::testing::Values("data_parallel", "plain_torch_optimizer"));
+// The lines of an example that a compiler sees.
+std::vector<std::string> code_of(const std::string& example) {
+  std::ifstream file(fmt::format("{}/examples/{}.cpp", BONFIRE_SOURCE_DIR, example));
+  EXPECT_TRUE(file.good()) << example;
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(file, line);)
+    if (line.find_first_not_of(' ') != std::string::npos && !line.starts_with("//")) lines.push_back(line);
+  return lines;
+}
+
+TEST(Examples, FullyShardedIsDataParallelButForTwoLines) {
+  const auto one = code_of("data_parallel"), other = code_of("fully_sharded");
+  EXPECT_GT(one.size(), 15u);
+  // As diff counts: what is in neither's longest common subsequence.
+  std::vector<std::vector<std::size_t>> common(one.size() + 1, std::vector<std::size_t>(other.size() + 1));
+  for (std::size_t i = 0; i < one.size(); ++i)
+    for (std::size_t j = 0; j < other.size(); ++j)
+      common[i + 1][j + 1] = one[i] == other[j] ? common[i][j] + 1 : std::max(common[i][j + 1], common[i + 1][j]);
+  const auto same = common.back().back();
+  EXPECT_LE(one.size() - same, 2u);
+  EXPECT_LE(other.size() - same, 2u);
+  EXPECT_GT(other.size() - same, 0u) << "both are the same program";
+}
+
+// The same weights and samples: sharded or not, the loss is the same.
+TEST(Examples, FullyShardedLearnsAsDataParallelDoes) {
+  const auto launch = [](const char* example) {
+    return losses(fmt::format("'{0}/bonfire' launch -n 2 -- '{0}/example_{1}'", BONFIRE_BUILD_DIR, example));
+  };
+  expect_near(launch("fully_sharded"), launch("data_parallel"));
+}
+
+TEST(Examples, WhatIsFrozenHasNoOptimizerState) {
+  const auto said =
+      run_shell(fmt::format("timeout 100 '{0}/bonfire' launch -n 2 -- '{0}/example_fine_tune'", BONFIRE_BUILD_DIR));
+  std::vector<double> bytes;
+  const std::regex state("all ranks: ([0-9]+) bytes");
+  for (std::sregex_iterator at(said.output.begin(), said.output.end(), state), end; at != end; ++at)
+    bytes.push_back(std::stod((*at)[1]));
+  ASSERT_EQ(bytes.size(), 3u) << said.output;
+  EXPECT_EQ(bytes[0], bytes[1]);  // before it thaws
+  EXPECT_GT(bytes[2], 3 * bytes[1]);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Example,
+                         ::testing::Values("big_model", "data_parallel", "fine_tune", "fully_sharded",
+                                           "plain_torch_optimizer"));
 
 }  // namespace
 }  // namespace bonfire

@@ -1,0 +1,30 @@
+// A model that no rank could hold whole: inside the scope of `Build` each Unit is cut into shares before its constructor
+// returns, so a rank never has more than its shares and the Unit that is being built.
+#include <cstdio>
+#include <optional>
+
+#include "examples/teacher.h"
+
+int main(int argc, char** argv) {
+  return bonfire::launch(argc, argv, [](bonfire::World& world) {
+    constexpr std::int64_t steps = 151, batch = 64;
+    const std::int64_t mine = batch / world.size();
+    const auto mesh = world.mesh({.shard = world.size()});
+    const bonfire::ShardOptions options{.what = bonfire::Sharded::parameters};
+
+    std::optional<bonfire::Build> building(std::in_place, mesh, options);
+    auto model = example::Mlp(/*seed=*/1, /*width=*/128, /*depth=*/6);
+    building.reset();
+    auto engine = bonfire::shard(mesh, model, options);
+    auto optimizer = bonfire::AdamW(engine, {.lr = 1e-3});
+    for (std::int64_t step = 0; step < steps; ++step) {
+      auto [x, y] = example::samples(step * batch + world.rank() * mine, mine);
+      auto loss = (model->forward(x) - y).pow(2).mean();
+      engine.backward(loss);
+      optimizer.step();
+
+      const double mean = world.group().sum(loss.item<double>()) / world.size();
+      if (world.rank() == 0 && step % 75 == 0) std::printf("step %lld  loss %.9f\n", static_cast<long long>(step), mean);
+    }
+  });
+}
