@@ -1,7 +1,8 @@
 """Benchmarks Bonfire beside PyTorch in one run, interleaved, so that what else the machine does hits both alike.
 
-    make bench                 # or: peers/bin/python bench/run.py --repeats 5 --steps 10
-Writes bench/results/NAME.json (every measurement) and NAME.md (the table), with the machine, the versions and the commands.
+    make bench                 # or: peers/bin/python bench/run.py --repeats 5 --steps 10 [--only sharded]
+Writes bench/results/NAME.json (every measurement, where ranks compute) and NAME.md (the table), with the machine, the versions
+and the commands.
 """
 import argparse
 import datetime
@@ -37,69 +38,128 @@ def measure(command):
     return json.loads(text)
 
 
+def interleaved(runs, repeats):
+    """Every command in turn, again and again."""
+    results = {name: [] for name in runs}
+    for repeat in range(repeats):
+        for name, command in runs.items():
+            result = measure(command)
+            results[name].append(result)
+            print(f"{repeat + 1}/{repeats}  {name}: {speed(result):.0f} tokens/s", flush=True)
+    return results
+
+
 def speed(result):
     """Tokens a second of the median step: one measure for all, which a single disturbed step does not move."""
     return TOKENS_PER_STEP / (result["step_ms"] * 1e-3)
 
 
+def spread(values, scale=1.0):
+    return f"{statistics.median(values) * scale:.0f} | {min(values) * scale:.0f} | {max(values) * scale:.0f}"
+
+
+class Bench:
+    def __init__(self, options):
+        self.options = options
+        self.build = pathlib.Path(options.command).parent
+        self.facts = machine()
+        self.facts["when"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
+
+    def ours(self, ranks, *settings):
+        words = [word for setting in settings for word in ("--set", setting)]
+        return [self.options.command, "bench", "step", "bench/small_llama.toml", "--ranks", str(ranks), "--steps",
+                str(self.options.steps), *words, "--json"]
+
+    def theirs(self, engine, ranks):
+        torchrun = str(pathlib.Path(self.options.peers) / "bin" / "torchrun")
+        return [torchrun, "--nproc-per-node", str(ranks), "bench/peers/train_ddp.py", "--engine", engine, "--steps",
+                str(self.options.steps)]
+
+    def program(self, name, *words):
+        return [str(self.build / f"bench_{name}"), *words]
+
+    def write(self, name, title, lines, commands, results=None):
+        page = [f"# {title}", "", *lines, "", *(f"- {key}: {value}" for key, value in self.facts.items()), "",
+                "Commands:" if len(commands) > 1 else "Command:", "```sh", *(" ".join(command) for command in commands), "```", ""]
+        folder = BENCH / "results"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.md").write_text("\n".join(page))
+        if results:
+            (folder / f"{name}.json").write_text(json.dumps({"machine": self.facts, "results": results}, indent=1) + "\n")
+        print("\n".join(lines), flush=True)
+
+    def said(self, title):
+        return f"{self.options.repeats} interleaved repeats of {self.options.steps} steps each; {title}."
+
+    def small_llama(self):
+        runs = {"Bonfire, 2 ranks": self.ours(2), "PyTorch DDP, 2 ranks": self.theirs("ddp", 2),
+                "PyTorch FSDP2, 2 ranks": self.theirs("fsdp2", 2), "Bonfire, 1 rank": self.ours(1),
+                "Bare loop, 1 rank": self.program("bare_step", "--steps", str(self.options.steps)),
+                "PyTorch, 1 rank": self.theirs("none", 1)}
+        results = interleaved(runs, self.options.repeats)
+        speeds = {name: [speed(result) for result in results[name]] for name in runs}
+        ratio = statistics.median(speeds["Bonfire, 2 ranks"]) / statistics.median(speeds["PyTorch DDP, 2 ranks"])
+        overhead = statistics.median(r["step_ms"] for r in results["Bonfire, 1 rank"]) / statistics.median(
+            r["step_ms"] for r in results["Bare loop, 1 rank"]) - 1
+        lines = [self.said("fp32, AdamW, clipping at 1.0"), "",
+                 "| | tokens/s of the median step: median | smallest | largest |", "|---|---|---|---|",
+                 *(f"| {name} | {spread(speeds[name])} |" for name in runs), "",
+                 f"Bonfire over DDP, 2 ranks, medians: {ratio:.2f}.",
+                 f"Step of `bonfire bench step` over a bare forward, backward and update of the same module, 1 rank: {overhead:+.1%}."]
+        self.write("small_llama", "The 8.4M Llama-shaped model on CPU ranks", lines, list(runs.values()), results)
+
+    def sharded(self):
+        """ZeRO-3 beside FSDP2. The command for its speed; the library's program, which looks at its own process, for memory."""
+        command, program, peer = "Bonfire, the command", "Bonfire, a program of the library", "PyTorch FSDP2"
+        runs = {command: self.ours(2, "layout.shard=2", 'layout.sharded="parameters"'), peer: self.theirs("fsdp2", 2),
+                program: [self.options.command, "launch", "-n", "2", "--",
+                          *self.program("sharded_step", "--steps", str(self.options.steps))]}
+        results = interleaved(runs, self.options.repeats)
+
+        def values(name, key):
+            return [result[key] for result in results[name] if key in result]
+
+        lines = [self.said("2 ranks, everything sharded over both, parameters freed after forward; fp32, AdamW, clipping at 1.0"), "",
+                 "| | tokens/s of the median step: median | smallest | largest |", "|---|---|---|---|",
+                 *(f"| {name} | {spread([speed(result) for result in results[name]])} |" for name in runs), "",
+                 "Memory of the largest rank. Of the process: the most it held (VmHWM), less what it held (VmRSS) before its model was "
+                 "built; both programs read that of themselves.", "",
+                 "| | process, MB: median | smallest | largest | tensors, MB | processor time of a step, both ranks, ms |",
+                 "|---|---|---|---|---|---|"]
+        for name in (program, peer):
+            tensors = values(name, "peak_memory_bytes")
+            lines.append(f"| {name} | {spread(values(name, 'process_memory_bytes'), 1e-6)} | "
+                         f"{f'{statistics.median(tensors) * 1e-6:.0f}' if tensors else ''} | "
+                         f"{statistics.median(values(name, 'processor_ms')):.0f} |")
+
+        def over(name, key):
+            return statistics.median(values(name, key)) / statistics.median(values(peer, key))
+
+        lines += ["", f"Bonfire over FSDP2, medians: {1 / over(command, 'step_ms'):.2f} times the tokens/s (the command), "
+                  f"{1 / over(program, 'step_ms'):.2f} (the program); {over(program, 'process_memory_bytes'):.2f} of the memory."]
+        self.write("sharded", "ZeRO-3 on two CPU ranks: the 8.4M Llama-shaped model", lines, list(runs.values()), results)
+
+    def text(self, name, title, program):
+        command = self.program(program, "--repeats", str(self.options.repeats))
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        self.write(name, title, said.splitlines(), [command])
+
+    def overlap(self):
+        self.text("overlap", "Overlap and speed-up, with blocks that sleep", "overlap")
+
+
 def main():
+    benches = ["small_llama", "sharded", "overlap"]
     parser = argparse.ArgumentParser()
     parser.add_argument("--peers", default="peers", help="folder of the peers' environment")
     parser.add_argument("--command", default="build/bonfire")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", nargs="+", choices=benches, default=benches)
     options = parser.parse_args()
-
-    torchrun = str(pathlib.Path(options.peers) / "bin" / "torchrun")
-    steps = str(options.steps)
-
-    def ours(ranks):
-        return [options.command, "bench", "step", "bench/small_llama.toml", "--ranks", str(ranks), "--steps", steps, "--json"]
-
-    def theirs(engine, ranks):
-        return [torchrun, "--nproc-per-node", str(ranks), "bench/peers/train_ddp.py", "--engine", engine, "--steps", steps]
-
-    runs = {"Bonfire, 2 ranks": ours(2), "PyTorch DDP, 2 ranks": theirs("ddp", 2), "PyTorch FSDP2, 2 ranks": theirs("fsdp2", 2),
-            "Bonfire, 1 rank": ours(1), "Bare loop, 1 rank": [str(pathlib.Path(options.command).parent / "bench_bare_step"), "--steps", steps],
-            "PyTorch, 1 rank": theirs("none", 1)}
-    results = {name: [] for name in runs}
-    for repeat in range(options.repeats):
-        for name, command in runs.items():
-            result = measure(command)
-            results[name].append(result)
-            print(f"{repeat + 1}/{options.repeats}  {name}: {speed(result):.0f} tokens/s", flush=True)
-
-    def speeds(name):
-        return [speed(result) for result in results[name]]
-
-    lines = ["| | tokens/s of the median step: median | smallest | largest |", "|---|---|---|---|"]
-    for name in runs:
-        values = speeds(name)
-        lines.append(f"| {name} | {statistics.median(values):.0f} | {min(values):.0f} | {max(values):.0f} |")
-    ratio = statistics.median(speeds("Bonfire, 2 ranks")) / statistics.median(speeds("PyTorch DDP, 2 ranks"))
-    overhead = statistics.median(r["step_ms"] for r in results["Bonfire, 1 rank"]) / statistics.median(
-        r["step_ms"] for r in results["Bare loop, 1 rank"]) - 1
-    lines += ["", f"Bonfire over DDP, 2 ranks, medians: {ratio:.2f}.",
-              f"Step of `bonfire bench step` over a bare forward, backward and update of the same module, 1 rank: {overhead:+.1%}."]
-
-    facts = machine()
-    facts["when"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
-    page = ["# The 8.4M Llama-shaped model on CPU ranks", "",
-            f"{options.repeats} interleaved repeats of {options.steps} steps each; fp32, AdamW, clipping at 1.0.", ""]
-    page += lines + ["", *(f"- {key}: {value}" for key, value in facts.items()), "", "Commands:", "```sh"]
-    page += [" ".join(command) for command in runs.values()] + ["```", ""]
-    folder = BENCH / "results"
-    folder.mkdir(exist_ok=True)
-    (folder / "small_llama.json").write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
-    (folder / "small_llama.md").write_text("\n".join(page))
-    print("\n".join(lines))
-
-    overlap = [str(pathlib.Path(options.command).parent / "bench_overlap"), "--repeats", str(options.repeats)]
-    text = subprocess.run(overlap, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    page = ["# Overlap and speed-up, with blocks that sleep", "", text, *(f"- {key}: {value}" for key, value in facts.items()), "", "Command:",
-            "```sh", " ".join(overlap), "```", ""]
-    (folder / "overlap.md").write_text("\n".join(page))
-    print(text)
+    bench = Bench(options)
+    for name in options.only:
+        getattr(bench, name)()
 
 
 if __name__ == "__main__":
