@@ -138,7 +138,10 @@ TEST_F(Loop, TheMemoryIsWhatWasPredicted) {
       overrides.push_back(std::string("train.precision=") + precision);
       const auto report = run(model, 1, overrides).report;
       const auto predicted = static_cast<double>(report.predicted_memory_bytes);
-      EXPECT_NEAR(predicted, static_cast<double>(report.peak_memory_bytes), 0.1 * predicted) << model << " in " << precision;
+      // In bf16 the matrix library of the CPU has memory of its own.
+      const double part = std::string(precision) == "fp32" ? 0.02 : 0.1;
+      EXPECT_NEAR(predicted, static_cast<double>(report.peak_memory_bytes), part * predicted)
+          << model << " in " << precision;
     }
   }
 }
