@@ -45,7 +45,7 @@ def interleaved(runs, repeats):
         for name, command in runs.items():
             result = measure(command)
             results[name].append(result)
-            print(f"{repeat + 1}/{repeats}  {name}: {speed(result):.0f} tokens/s", flush=True)
+            print(f"{repeat + 1}/{repeats}  {name}: {result['step_ms']:.1f} ms a step", flush=True)
     return results
 
 
@@ -139,6 +139,25 @@ class Bench:
                   f"{1 / over(program, 'step_ms'):.2f} (the program); {over(program, 'process_memory_bytes'):.2f} of the memory."]
         self.write("sharded", "ZeRO-3 on two CPU ranks: the 8.4M Llama-shaped model", lines, list(runs.values()), results)
 
+    def wrapping(self):
+        """One model whose Units differ in size, wrapped in different ways."""
+        ways = {"every Unit": "all", "at least 100,000 parameters": "100000", "at least 1,000,000 parameters": "1000000",
+                "a predicate: every second Unit": "predicate", "all in one": "one"}
+        runs = {name: [self.options.command, "launch", "-n", "2", "--",
+                       *self.program("sharded_step", "--model", "vgg", "--wrap", way, "--steps", str(self.options.steps))]
+                for name, way in ways.items()}
+        results = interleaved(runs, self.options.repeats)
+        lines = [self.said("VGG16 for images of 32 x 32 (16.3 million parameters in 16 Units, of 1,792 to 2,359,808), 2 ranks, parameters "
+                           "sharded, fp32, AdamW, clipping"), "",
+                 "| wrapping | groups | collectives a step | moved by a rank, MB | gathered and whole gradients, MB | peak of all tensors, MB | "
+                 "step, ms: median | smallest | largest |", "|---|---|---|---|---|---|---|---|---|"]
+        for name in runs:
+            one = results[name][0]
+            lines.append(f"| {name} | {one['groups']} | {one['collectives']} | {one['moved_bytes'] * 1e-6:.1f} | "
+                         f"{one['pool_bytes'] * 1e-6:.1f} | {one['peak_memory_bytes'] * 1e-6:.1f} | "
+                         f"{spread([result['step_ms'] for result in results[name]])} |")
+        self.write("wrapping", "Ways to wrap one model", lines, list(runs.values()), results)
+
     def text(self, name, title, program):
         command = self.program(program, "--repeats", str(self.options.repeats))
         said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -147,9 +166,12 @@ class Bench:
     def overlap(self):
         self.text("overlap", "Overlap and speed-up, with blocks that sleep", "overlap")
 
+    def prefetch(self):
+        self.text("prefetch", "Gathering ahead, with Units that sleep", "prefetch")
+
 
 def main():
-    benches = ["small_llama", "sharded", "overlap"]
+    benches = ["small_llama", "sharded", "wrapping", "overlap", "prefetch"]
     parser = argparse.ArgumentParser()
     parser.add_argument("--peers", default="peers", help="folder of the peers' environment")
     parser.add_argument("--command", default="build/bonfire")

@@ -3,9 +3,9 @@
 // the processor time of a step, which a busy machine stretches less than the step itself.
 //
 //   bonfire launch -n 2 -- bench_sharded_step [--steps 10] [--shard 2] [--what parameters] [--prefetch 2] [--keep 0]
-//                          [--wrap all | SIZE | types:NAME,... | predicate | one]
+//                          [--model llama | vgg] [--wrap all | SIZE | types:NAME,... | predicate | one]
 // prints one JSON object. `--wrap all` wraps every Unit, a number those with at least so many parameters, `predicate` every
-// second block, `one` the whole model.
+// second block, `one` the whole model. `--model vgg` is VGG16 for small images, whose Units differ in size by a thousand.
 #include <algorithm>
 #include <cstdio>
 #include <ctime>
@@ -17,6 +17,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/randint.h>
+#include <ATen/ops/randn.h>
 
 #include "bench/cpu/process_memory.h"
 #include "bonfire/base/clock.h"
@@ -61,7 +62,7 @@ double median(std::vector<double> values) {
 }
 
 void measure(World& world, const Arguments& given) {
-  constexpr std::int64_t batch = 8, sequence = 256, vocab = 4096;
+  constexpr std::int64_t batch = 8, sequence = 256, vocab = 4096, pixels = 32, classes = 10;
   const auto argument = [&](const char* name, const char* otherwise) {
     const auto found = given.find(name);
     return found == given.end() ? std::string(otherwise) : found->second;
@@ -78,15 +79,17 @@ void measure(World& world, const Arguments& given) {
   const Mesh mesh = world.mesh({.replicate = world.size() / shards, .shard = shards});
   bench::forget_peak_resident();
   const auto before = resident_bytes("VmRSS");
-  auto model = build_model({.type = plan::ModelType::llama,
-                            .dim = 256,
-                            .layers = 6,
-                            .heads = 8,
-                            .kv_heads = 8,
-                            .ffn = 1024,
-                            .vocab = vocab,
-                            .positions = sequence},
-                           {.seed = 1});
+  const bool images = argument("model", "llama") == "vgg";
+  const plan::ModelSpec llama{.type = plan::ModelType::llama,
+                              .dim = 256,
+                              .layers = 6,
+                              .heads = 8,
+                              .kv_heads = 8,
+                              .ffn = 1024,
+                              .vocab = vocab,
+                              .positions = sequence};
+  const plan::ModelSpec vgg{.type = plan::ModelType::vgg, .ffn = 1024, .classes = classes, .image = pixels, .pool = 1};
+  auto model = build_model(images ? vgg : llama, {.seed = 1});
   ShardOptions options{.what = kinds.at(argument("what", "parameters")),
                        .reshard_after_forward = argument("keep", "0") == "0",
                        .prefetch = std::stoi(argument("prefetch", "2")),
@@ -98,12 +101,14 @@ void measure(World& world, const Arguments& given) {
   std::vector<double> seconds, processor;
   std::int64_t moved = 0, collectives = 0;
   for (int step = 0; step < warmup + steps; ++step) {
-    const auto tokens = at::randint(vocab, {batch / world.size(), sequence + 1}, at::kLong);
+    const std::int64_t mine = batch / world.size();
+    const auto tokens = at::randint(vocab, {mine, sequence + 1}, at::kLong);
+    const auto input = images ? at::randn({mine, 3, pixels, pixels}) : tokens.narrow(1, 0, sequence).contiguous();
+    const auto target = images ? at::randint(classes, {mine}, at::kLong) : tokens.narrow(1, 1, sequence).contiguous();
     if (step == 1) world.recorder().start();
     const auto start = now_ns();
     const double processor_start = processor_seconds();
-    const auto loss = model->loss(tokens.narrow(1, 0, sequence).contiguous(), tokens.narrow(1, 1, sequence).contiguous());
-    engine.backward(loss);
+    engine.backward(model->loss(input, target));
     optimizer.step({.clip = 1.0});
     if (step >= warmup) {
       seconds.push_back(seconds_since(start));
@@ -124,9 +129,11 @@ void measure(World& world, const Arguments& given) {
   if (world.rank() != 0) return;
   std::printf(
       "{\"tokens_per_second\": %.1f, \"step_ms\": %.3f, \"processor_ms\": %.3f, \"process_memory_bytes\": %.0f, "
-      "\"peak_memory_bytes\": %.0f, \"collectives\": %lld, \"moved_bytes\": %lld, \"groups\": %zu}\n",
-      batch * sequence / step_seconds, step_seconds * 1e3, processor_step * 1e3, process, counted,
-      static_cast<long long>(collectives), static_cast<long long>(moved), groups);
+      "\"peak_memory_bytes\": %.0f, \"collectives\": %lld, \"moved_bytes\": %lld, \"groups\": %zu, "
+      "\"pool_bytes\": %lld}\n",
+      (images ? batch : batch * sequence) / step_seconds, step_seconds * 1e3, processor_step * 1e3, process, counted,
+      static_cast<long long>(collectives), static_cast<long long>(moved), groups,
+      static_cast<long long>(engine.pool_bytes()));
 }
 
 }  // namespace
