@@ -80,8 +80,12 @@ struct EmbeddingNode : BackwardNode {
     bool fresh = false;
     Tensor out = sink ? sink->buffer(fresh) : at::zeros(sizes, options);
     if (fresh) out.zero_();
-    BONFIRE_OPERATOR("bonfire::embedding_add_", void(Tensor, const Tensor&, const Tensor&))
-        .call(out, tokens, gradients[0].reshape({-1, sizes[1]}));
+    const Tensor rows = gradients[0].reshape({-1, sizes[1]});
+    // Into a narrower buffer all rows are added up first, so that the sum is rounded once.
+    const bool narrow = out.element_size() < rows.element_size();
+    const Tensor sum = narrow ? at::zeros(sizes, rows.options()) : out;
+    BONFIRE_OPERATOR("bonfire::embedding_add_", void(Tensor, const Tensor&, const Tensor&)).call(sum, tokens, rows);
+    if (narrow) out.add_(sum);
     if (!sink) return {out};
     sink->arrived();
     return {Tensor()};

@@ -55,7 +55,8 @@ ChainImpl::ChainImpl(plan::ModelDescription description, const BuildOptions& bui
     switch (unit.kind) {
       case plan::UnitKind::root: {
         ParameterMaker maker(unit, build);
-        context.tied = register_parameter("tokens", maker.take("tokens"));
+        const at::Tensor tokens = maker.take("tokens");
+        context.tied = register_parameter("tokens", tokens, tokens.requires_grad());
         maker.finish();
         break;
       }
@@ -118,7 +119,11 @@ std::vector<PublicParameter> Model::public_parameters() const {
 }
 
 std::shared_ptr<Model> build_model(const plan::ModelSpec& spec, const BuildOptions& options) {
-  return Chain(plan::describe(spec), options).ptr();
+  return build_model(plan::describe(spec), options);
+}
+
+std::shared_ptr<Model> build_model(plan::ModelDescription description, const BuildOptions& options) {
+  return Chain(std::move(description), options).ptr();
 }
 
 }  // namespace bonfire

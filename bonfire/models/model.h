@@ -69,5 +69,7 @@ struct BuildOptions {
 // The weights are a function of the seed and of each weight's public name, and of nothing else. Throws ConfigError for a
 // spec that cannot be.
 BONFIRE_API std::shared_ptr<Model> build_model(const plan::ModelSpec& spec, const BuildOptions& options);
+// The same of a description, in which some parameters may not be trained.
+BONFIRE_API std::shared_ptr<Model> build_model(plan::ModelDescription description, const BuildOptions& options);
 
 }  // namespace bonfire

@@ -33,7 +33,7 @@ TokenEmbeddingImpl::TokenEmbeddingImpl(const UnitContext& context, const plan::U
     : tied_(context.tied.defined()), dropout_(dropout_in(context, unit, "embedding")) {
   ParameterMaker maker(unit, context.build);
   if (const Tensor positions = maker.take_if_any("positions"); positions.defined())
-    positions_ = register_parameter("positions", positions);
+    positions_ = register_parameter("positions", positions, positions.requires_grad());
   tokens_ = nn::Embedding(tied_ ? context.tied : maker.take("tokens.weight"));
   if (!tied_) register_module("tokens", tokens_);
   maker.finish();
@@ -96,8 +96,9 @@ Tensor MlpBlockImpl::forward(Tensor x) { return feed_->forward(x, x); }
 ConvolutionImpl::ConvolutionImpl(const UnitContext& context, const plan::UnitDescription& unit, int poolings)
     : poolings_(poolings) {
   ParameterMaker maker(unit, context.build);
-  weight_ = register_parameter("weight", maker.take("weight"));
-  bias_ = register_parameter("bias", maker.take("bias"));
+  const Tensor weight = maker.take("weight"), bias = maker.take("bias");
+  weight_ = register_parameter("weight", weight, weight.requires_grad());
+  bias_ = register_parameter("bias", bias, bias.requires_grad());
   maker.finish();
 }
 

@@ -11,9 +11,9 @@ namespace bonfire::nn {
 
 using at::Tensor;
 
-WeightedImpl::WeightedImpl(Tensor given_weight, Tensor given_bias) {
-  weight = register_parameter("weight", std::move(given_weight));
-  if (given_bias.defined()) bias = register_parameter("bias", std::move(given_bias));
+WeightedImpl::WeightedImpl(const Tensor& given_weight, const Tensor& given_bias) {
+  weight = register_parameter("weight", given_weight, given_weight.requires_grad());
+  if (given_bias.defined()) bias = register_parameter("bias", given_bias, given_bias.requires_grad());
 }
 
 std::shared_ptr<GradientSink>* WeightedImpl::slot(const Tensor& parameter) {

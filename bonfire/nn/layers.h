@@ -10,13 +10,14 @@
 #include "bonfire/nn/dropout_state.h"
 #include "bonfire/nn/gradient_slots.h"
 
-// Layers over our kernels. They are given their parameters: who builds a model decides names, shapes and values.
+// Layers over our kernels. They are given their parameters: who builds a model decides names, shapes and values, and, by
+// requires_grad, what is trained.
 namespace bonfire::nn {
 
 // A weight and perhaps a bias, each with its sink.
 class BONFIRE_API WeightedImpl : public torch::nn::Module, public GradientSlots {
  public:
-  explicit WeightedImpl(at::Tensor weight, at::Tensor bias = {});
+  explicit WeightedImpl(const at::Tensor& weight, const at::Tensor& bias = {});
   std::shared_ptr<GradientSink>* slot(const at::Tensor& parameter) override;
 
   at::Tensor weight;
@@ -54,7 +55,7 @@ struct Stream {
 // RMSNorm, or LayerNorm where there is a bias.
 class BONFIRE_API NormImpl : public WeightedImpl {
  public:
-  NormImpl(at::Tensor weight, at::Tensor bias, double eps) : WeightedImpl(std::move(weight), std::move(bias)), eps_(eps) {}
+  NormImpl(const at::Tensor& weight, const at::Tensor& bias, double eps) : WeightedImpl(weight, bias), eps_(eps) {}
   at::Tensor forward(const at::Tensor& x);
   // The norm of x, and x to go on with beside it.
   Stream fork(const at::Tensor& x);

@@ -42,6 +42,22 @@ std::map<std::string, ModelSpec> small_models() {
   return specs;
 }
 
+TEST(Models, AreBuiltWithWhatTheirDescriptionTrains) {
+  for (const auto& [name, spec] : small_models()) {
+    auto description = plan::describe(spec);
+    std::map<std::string, bool> trained;
+    bool next = false;
+    for (auto& unit : description.units)
+      for (auto& parameter : unit.parameters) {
+        parameter.trained = next = !next;
+        trained[unit.name.empty() ? parameter.name : unit.name + "." + parameter.name] = next;
+      }
+    const auto model = build_model(description, {});
+    for (const auto& parameter : model->named_parameters())
+      EXPECT_EQ(parameter.value().requires_grad(), trained.at(parameter.key())) << name << " " << parameter.key();
+  }
+}
+
 // Tiny products: threads would only wait for each other.
 const bool one_thread = [] {
   at::set_num_threads(1);
