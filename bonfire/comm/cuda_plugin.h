@@ -35,6 +35,8 @@ struct CudaPlugin {
 
   int (*device_count)() = nullptr;
   GpuInfo (*device_info)(int index) = nullptr;
+  // Of the caching allocator; 0: no limit.
+  void (*limit_memory)(int index, std::int64_t bytes) = nullptr;
 
   // Collective: one communicator over NCCL. REQUIRES: `store` is shared by exactly these ranks.
   std::shared_ptr<Backend> (*make_nccl)(c10::intrusive_ptr<c10d::Store> store, int rank, int size,

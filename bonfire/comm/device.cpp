@@ -21,6 +21,13 @@ GpuInfo gpu_info(int index) {
   return plugin.device_info(index);
 }
 
+void limit_gpu_memory(int index, std::int64_t bytes) {
+  const CudaPlugin& plugin = require_cuda_plugin();
+  require(index >= 0 && index < plugin.device_count(), "GPU {} does not exist: this process sees {}", index,
+          plugin.device_count());
+  plugin.limit_memory(index, bytes);
+}
+
 void set_current(c10::Device device) {
   if (device.is_cpu()) return;
   require_cuda_plugin();

@@ -31,6 +31,10 @@ BONFIRE_API void set_current(c10::Device device);
 // Waits until everything that was issued on `device` has ended. For the CPU there is nothing to wait for.
 BONFIRE_API void synchronize(c10::Device device);
 
+// Torch's allocator of this process takes no more than `bytes` of the GPU; 0: as much as there is. More is refused with
+// torch's OutOfMemoryError. Throws Error where there is no such GPU.
+BONFIRE_API void limit_gpu_memory(int index, std::int64_t bytes);
+
 // Makes torch choose, for the whole process, algorithms that give equal bits in every run and full fp32 in convolutions.
 // Some are slower; a program that wants two runs to agree calls it once at its start.
 BONFIRE_API void make_deterministic();

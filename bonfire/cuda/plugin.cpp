@@ -1,3 +1,6 @@
+#include <algorithm>
+
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
@@ -22,6 +25,12 @@ GpuInfo device_info(int index) {
           .minor = properties.minor};
 }
 
+void limit_memory(int index, std::int64_t bytes) {
+  const double all = static_cast<double>(device_info(index).memory_bytes);
+  const double fraction = bytes > 0 ? std::min(1.0, static_cast<double>(bytes) / all) : 1.0;
+  c10::cuda::CUDACachingAllocator::setMemoryFraction(fraction, static_cast<c10::DeviceIndex>(index));
+}
+
 void spin(c10::Stream stream, Nanoseconds duration) {
   launch_spin(duration, c10::cuda::CUDAStream(stream).stream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -35,6 +44,7 @@ extern "C" BONFIRE_API const bonfire::CudaPlugin* bonfire_cuda_plugin() {
       .version = BONFIRE_VERSION,
       .device_count = bonfire::cuda::device_count,
       .device_info = bonfire::cuda::device_info,
+      .limit_memory = bonfire::cuda::limit_memory,
       .make_nccl = bonfire::cuda::make_nccl_backend,
       .spin = bonfire::cuda::spin,
   };

@@ -4,12 +4,16 @@
 #include <atomic>
 #include <cstddef>
 #include <cstring>
+#include <limits>
 
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
+
+#include "bonfire/base/size.h"
+#include "bonfire/comm/device.h"
 
 namespace bonfire {
 namespace {
@@ -19,6 +23,8 @@ class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &release, c10::Device(c10::kCPU)};
+    // Two threads may pass here at once and each stay below: a cap is no more exact than that.
+    if (now_.load() + static_cast<std::int64_t>(bytes) > most_.load()) refuse(static_cast<std::int64_t>(bytes));
     auto* block = static_cast<std::byte*>(c10::alloc_cpu(bytes + header));
     std::memcpy(block, &bytes, sizeof bytes);
     void* data = block + header;
@@ -35,6 +41,11 @@ class CountingAllocator final : public c10::Allocator {
   static std::int64_t now() { return now_.load(); }
   static std::int64_t peak() { return peak_.load(); }
   static void forget_peak() { peak_.store(now_.load()); }
+  // No more than so many bytes beyond those that are held; 0: no limit.
+  static void limit(std::int64_t bytes) {
+    base_.store(now_.load());
+    most_.store(bytes > 0 ? now_.load() + bytes : no_limit);
+  }
 
   static void install() {
     // Never destroyed: tensors may outlive every static.
@@ -49,6 +60,11 @@ class CountingAllocator final : public c10::Allocator {
  private:
   static constexpr std::size_t header = 64;  // keeps torch's alignment
 
+  [[noreturn]] static void refuse(std::int64_t bytes) {
+    throw MemoryRefused(fmt::format("{} beside the {} that are held would pass the cap of {}", format_bytes(bytes),
+                                    format_bytes(now_.load() - base_.load()), format_bytes(most_.load() - base_.load())));
+  }
+
   static void release(void* data) {
     if (!data) return;
     c10::profiledCPUMemoryReporter().Delete(data);
@@ -62,6 +78,9 @@ class CountingAllocator final : public c10::Allocator {
   // Static like the allocator slot itself: a deleter is a plain function and knows nothing else.
   static inline std::atomic<std::int64_t> now_{0};
   static inline std::atomic<std::int64_t> peak_{0};
+  static constexpr std::int64_t no_limit = std::numeric_limits<std::int64_t>::max();
+  static inline std::atomic<std::int64_t> most_{no_limit};
+  static inline std::atomic<std::int64_t> base_{0};  // what was held when the limit was set
 };
 
 std::int64_t allocated(c10::Device device, bool at_peak) {
@@ -86,5 +105,23 @@ MemoryMeter::MemoryMeter(c10::Device device) : device_(device) {
 
 std::int64_t MemoryMeter::current() const { return allocated(device_, /*at_peak=*/false) - before_; }
 std::int64_t MemoryMeter::peak() const { return allocated(device_, /*at_peak=*/true) - before_; }
+
+MemoryCap::MemoryCap(c10::Device device, std::int64_t bytes) : device_(device), bytes_(bytes) {
+  if (bytes == 0) return;
+  if (device.is_cpu()) {
+    CountingAllocator::install();
+    CountingAllocator::limit(bytes);
+  } else {
+    limit_gpu_memory(device.index(), allocated(device, /*at_peak=*/false) + bytes);
+  }
+}
+
+MemoryCap::~MemoryCap() {
+  if (bytes_ == 0) return;
+  if (device_.is_cpu())
+    CountingAllocator::limit(0);
+  else
+    limit_gpu_memory(device_.index(), 0);
+}
 
 }  // namespace bonfire

@@ -5,6 +5,7 @@
 #include <c10/core/Device.h>
 
 #include "bonfire/base/api.h"
+#include "bonfire/base/error.h"
 
 namespace bonfire {
 
@@ -24,6 +25,27 @@ class BONFIRE_API MemoryMeter {
  private:
   c10::Device device_;
   std::int64_t before_ = 0;
+};
+
+// An allocation that a MemoryCap has refused.
+class BONFIRE_API MemoryRefused : public Error {
+ public:
+  using Error::Error;
+};
+
+// For its lifetime this process may allocate no more than `bytes` for tensors on a device, beyond what it holds already:
+// more is refused, on a CPU with MemoryRefused, on a GPU with torch's own OutOfMemoryError. 0: no limit. One at a time a
+// device.
+class BONFIRE_API MemoryCap {
+ public:
+  MemoryCap(c10::Device device, std::int64_t bytes);
+  ~MemoryCap();
+  MemoryCap(const MemoryCap&) = delete;
+  MemoryCap& operator=(const MemoryCap&) = delete;
+
+ private:
+  c10::Device device_;
+  std::int64_t bytes_;
 };
 
 }  // namespace bonfire

@@ -47,6 +47,13 @@ TEST(Random, BelowStaysBelow) {
 
 TEST(Size, Formats) {
   EXPECT_EQ(format_bytes(1536), "1.50 KiB");
+  EXPECT_EQ(parse_bytes("2GiB"), std::int64_t{2} << 30);
+  EXPECT_EQ(parse_bytes("1.5 MiB"), 1572864);
+  EXPECT_EQ(parse_bytes("17"), 17);
+  for (const char* none : {"", "GiB", "2GB", "2 GiB ", "-1", "0.3", "1e99", "9000PiB", "nan", "2  KiB"})
+    EXPECT_EQ(parse_bytes(none), std::nullopt) << none;
+  for (const std::int64_t bytes : {std::int64_t{0}, std::int64_t{1025}, std::int64_t{3} << 30, std::int64_t{5} << 50})
+    EXPECT_EQ(parse_bytes(exact_bytes(bytes)), bytes);
   EXPECT_EQ(format_count(1234567), "1,234,567");
   EXPECT_EQ(format_count(-999), "-999");
   EXPECT_EQ(format_seconds(245), "4 min 05 s");

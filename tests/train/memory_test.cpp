@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <exception>
 #include <thread>
 
 #include <ATen/core/Tensor.h>
@@ -39,6 +40,44 @@ TEST(MemoryMeter, SeesEveryThread) {
   EXPECT_EQ(meter.current(), block);
   made.reset();
   EXPECT_EQ(meter.current(), 0);
+}
+
+TEST(MemoryCap, RefusesWhatPassesItAndNothingElse) {
+  const auto before = bytes(4 * block);
+  const MemoryMeter meter(c10::kCPU);
+  {
+    const MemoryCap cap(c10::kCPU, 3 * block);
+    auto a = bytes(2 * block);
+    try {
+      bytes(block + 1);
+      ADD_FAILURE() << "the cap was passed";
+    } catch (const MemoryRefused& refused) {
+      EXPECT_STREQ(refused.what(), "1.00 MiB beside the 2.00 MiB that are held would pass the cap of 3.00 MiB");
+    }
+    EXPECT_EQ(meter.current(), 2 * block) << "what was refused is not held";
+    const auto b = bytes(block);
+    EXPECT_THROW(bytes(1), MemoryRefused);
+    a.reset();
+    const auto c = bytes(2 * block);
+    EXPECT_THROW(std::rethrow_exception([] {
+                   std::exception_ptr thrown;
+                   std::thread([&] {
+                     try {
+                       bytes(block);
+                     } catch (...) {
+                       thrown = std::current_exception();
+                     }
+                   }).join();
+                   return thrown;
+                 }()),
+                 MemoryRefused)
+        << "the cap holds for every thread";
+    EXPECT_EQ(meter.peak(), 3 * block);
+  }
+  const auto more = bytes(8 * block);
+  EXPECT_EQ(meter.current(), 8 * block);
+  const MemoryCap none(c10::kCPU, 0);
+  EXPECT_NO_THROW(bytes(64 * block));
 }
 
 // Products in bf16 go through oneDNN, which takes memory from the same allocator by raw pointers.
