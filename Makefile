@@ -46,6 +46,8 @@ test: build
 
 demo: command
 	@$(BUILD)/bonfire train examples/demo.toml --ranks 2
+	@echo; echo "The same model with parameters, gradients and optimizer state cut in two, for 20 steps:"
+	@$(BUILD)/bonfire bench step examples/demo.toml --set layout.shard=2 --steps 20
 
 install: command
 	@cmake --install $(BUILD) --prefix $(PREFIX)

@@ -11,6 +11,7 @@
 #include "bonfire/base/size.h"
 #include "bonfire/plan/memory_table.h"
 #include "bonfire/train/predict.h"
+#include "bonfire/train/selection.h"
 #include "cli/commands.h"
 
 namespace bonfire::cli {
@@ -58,7 +59,7 @@ std::string percent(std::int64_t part, std::int64_t whole) {
 Question ask(const Arguments& arguments) {
   Question question{.config = load_config(arguments.file, arguments.overrides)};
   resolve(question.config, question.config.ranks());
-  question.model = plan::describe(question.config.model.spec);
+  question.model = wrapped_model_of(question.config);
   question.layout = data_parallel_of(question.config);
   question.options = memory_options_of(question.config);
   question.ranks = arguments.gpus.value_or(static_cast<int>(question.config.data_ranks()));

@@ -19,6 +19,7 @@
 #include "bonfire/comm/join.h"
 #include "bonfire/comm/launcher.h"
 #include "bonfire/train/build.h"
+#include "bonfire/train/memory_need.h"
 #include "bonfire/train/run_data.h"
 #include "bonfire/train/run_folder.h"
 #include "cli/commands.h"
@@ -138,6 +139,7 @@ int start(Config& config, const StartOptions& options, const RankBody& body) {
   const bool started_by_us = place.source == LaunchSource::bonfire && folder != variables.end();
   if (!started_by_us) {
     device_of(config, place.local_rank);
+    require_memory(config);
     if (place.local_rank == 0) open_data(config, TokenCheck::all);
   }
   if (place.launches_itself) return launch_here(config, options, place);

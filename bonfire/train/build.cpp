@@ -3,7 +3,9 @@
 #include "bonfire/base/error.h"
 #include "bonfire/comm/device.h"
 #include "bonfire/models/model.h"
+#include "bonfire/shard/build_scope.h"
 #include "bonfire/train/predict.h"
+#include "bonfire/train/selection.h"
 
 namespace bonfire {
 namespace {
@@ -16,16 +18,70 @@ MeshShape mesh_shape(const Config::Layout& layout) {
           .tensor = static_cast<int>(layout.tensor)};
 }
 
-ShardOptions engine_options(const Config& config) {
+at::ScalarType scalar_type(plan::Dtype dtype) {
+  switch (dtype) {
+    case plan::Dtype::fp64: return at::kDouble;
+    case plan::Dtype::fp32: return at::kFloat;
+    case plan::Dtype::bf16: return at::kBFloat16;
+    case plan::Dtype::fp16: return at::kHalf;
+    case plan::Dtype::fp8: break;
+  }
+  fail("no parameters in {}: allowed are fp64, fp32, bf16 and fp16", plan::name_of(dtype));
+}
+
+Offload offload_of(const std::string& name) {
+  if (name == "optimizer") return Offload::optimizer;
+  return name == "parameters" ? Offload::parameters : Offload::none;
+}
+
+// The types of Units that layout.wrap_types' words stand for.
+Wrapping wrapping_of(const Config& config) {
+  const auto& layout = config.layout;
+  const auto& spec = config.model.spec;
+  Wrapping wrapping{.all_in_one = layout.wrap == WordOrNumber("all")};
+  if (const auto* least = std::get_if<std::int64_t>(&layout.wrap)) wrapping.min_parameters = *least;
+  for (const auto& type : layout.wrap_types) {
+    if (type == "embedding") wrapping.types.push_back(spec.inputs ? "VectorEmbedding" : "TokenEmbedding");
+    if (type == "head") wrapping.types.push_back("OutputHead");
+    if (type != "block") continue;
+    switch (spec.type) {
+      case plan::ModelType::llama:
+      case plan::ModelType::gpt2: wrapping.types.push_back("TransformerBlock"); break;
+      case plan::ModelType::mlp: wrapping.types.push_back("MlpBlock"); break;
+      case plan::ModelType::vgg: wrapping.types.insert(wrapping.types.end(), {"Convolution", "Classifier"}); break;
+    }
+  }
+  return wrapping;
+}
+
+ShardOptions engine_options(const Config& config, const Log& log) {
   // The same numbers as the prediction's.
   const auto layout = data_parallel_of(config);
-  ShardOptions options{.what = layout.what};
-  if (config.train.precision == "bf16") options.precision.parameters = at::kBFloat16;
-  if (config.train.precision == "fp16") options.precision.parameters = at::kHalf;
-  options.precision.scaled_loss = config.train.precision == "fp16";
-  options.buckets = layout.buckets;
-  options.reduction = {.compression = layout.compression, .powersgd_rank = layout.powersgd_rank};
+  ShardOptions options{.what = layout.what,
+                       .prefetch = layout.prefetch,
+                       .accumulation = layout.accumulation,
+                       .offload = offload_of(config.layout.offload),
+                       .buckets = layout.buckets,
+                       .reduction = {.compression = layout.compression, .powersgd_rank = layout.powersgd_rank},
+                       .negotiate_order = config.layout.agree_on_order,
+                       .log = log};
+  if (layout.backward_prefetch == plan::BackwardPrefetch::after_reduction)
+    options.backward_prefetch = BackwardPrefetch::after_reduction;
+  options.reshard_after_forward = layout.reshard_ranks > 0 ? ReshardAfterForward(layout.reshard_ranks)
+                                                           : ReshardAfterForward(layout.reshard_after_forward);
+  auto& precision = options.precision;
+  if (layout.compute != layout.master) precision.parameters = scalar_type(layout.compute);
+  if (layout.gradient != layout.master) precision.gradients = scalar_type(layout.gradient);
+  if (layout.keep) precision.keep = [keep = layout.keep](const std::string& name, const at::Tensor&) { return keep(name); };
+  precision.scaled_loss = config.train.precision == "fp16";
+  options.wrapping = wrapping_of(config);
   return options;
+}
+
+// Unit by Unit: a rank never holds more of the model than its shares and the Unit that is being built.
+std::shared_ptr<Model> make_model(const Config& config, const Mesh& mesh, const World& world) {
+  const Build scope(mesh, engine_options(config, world.log()));
+  return build_model(model_of(config), {.seed = static_cast<std::uint64_t>(config.train.seed), .device = world.device()});
 }
 
 std::unique_ptr<Optimizer> make_optimizer(Engine& engine, const Config::Optimizer& o) {
@@ -92,12 +148,12 @@ Run::Run(const World& a_world, const Config& a_config)
     : world(a_world),
       config(a_config),
       memory(world.device()),
+      cap(world.device(), config.run.memory_cap.count),
       // The one who started the ranks, or the first of each machine, has read all tokens.
       data(open_data(config, TokenCheck::none)),
       mesh(world.mesh(mesh_shape(config.layout))),
-      model(
-          build_model(config.model.spec, {.seed = static_cast<std::uint64_t>(config.train.seed), .device = world.device()})),
-      engine(shard(mesh, *model, engine_options(config))),
+      model(make_model(config, mesh, world)),
+      engine(shard(mesh, *model, engine_options(config, world.log()))),
       optimizer(make_optimizer(engine, config.optimizer)),
       scaler(make_scaler(config)),
       learning_rate(learning_rate_of(config)),

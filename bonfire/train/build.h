@@ -39,6 +39,7 @@ struct BONFIRE_API Run {
   World world;
   Config config;
   MemoryMeter memory;
+  MemoryCap cap;
   RunData data;
   Mesh mesh;
   std::shared_ptr<Model> model;

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "bonfire/base/error.h"
+#include "bonfire/base/size.h"
 #include "bonfire/train/config_keys.h"
 
 namespace bonfire {
@@ -67,10 +68,7 @@ class Assignment {
   void read(std::string& field, const TomlValue& value) {
     if (!std::holds_alternative<std::string>(value.is)) refuse(value, "is " + kind_of(value));
     field = std::get<std::string>(value.is);
-    const auto& choices = key_.choices;
-    if (choices.empty() || std::find(choices.begin(), choices.end(), field) != choices.end()) return;
-    if (!key_.later.empty()) refuse(value, key_.later + " is not available in this version");
-    refuse(value, "is not a choice" + guess(field, choices));
+    check_choice(field, value);
   }
   void read(std::vector<std::string>& field, const TomlValue& value) {
     const auto* list = std::get_if<TomlArray>(&value.is);
@@ -79,6 +77,7 @@ class Assignment {
     for (const auto& item : *list) {
       if (!std::holds_alternative<std::string>(item.is)) refuse(value, "holds " + kind_of(item));
       field.push_back(std::get<std::string>(item.is));
+      check_choice(field.back(), value);
     }
   }
   void read(std::vector<std::int64_t>& field, const TomlValue& value) {
@@ -92,6 +91,36 @@ class Assignment {
     if (!list) refuse(value, "is " + kind_of(value));
     if (list->size() != field.size()) refuse(value, fmt::format("holds {} values", list->size()));
     for (std::size_t i = 0; i < field.size(); ++i) read(field[i], (*list)[i]);
+  }
+
+  void read(Bytes& field, const TomlValue& value) {
+    if (const auto* text = std::get_if<std::string>(&value.is)) {
+      const auto bytes = parse_bytes(*text);
+      if (!bytes) refuse(value, "is not a number of bytes");
+      field.count = *bytes;
+      check_range(static_cast<double>(field.count), value);
+    } else {
+      read(field.count, value);
+    }
+  }
+  void read(SwitchOrNumber& field, const TomlValue& value) {
+    if (std::holds_alternative<bool>(value.is))
+      field = std::get<bool>(value.is);
+    else
+      read(field.emplace<std::int64_t>(), value);
+  }
+  void read(WordOrNumber& field, const TomlValue& value) {
+    if (std::holds_alternative<std::string>(value.is))
+      read(field.emplace<std::string>(), value);
+    else
+      read(field.emplace<std::int64_t>(), value);
+  }
+
+  void check_choice(const std::string& word, const TomlValue& value) {
+    const auto& choices = key_.choices;
+    if (choices.empty() || std::find(choices.begin(), choices.end(), word) != choices.end()) return;
+    if (!key_.later.empty()) refuse(value, key_.later + " is not available in this version");
+    refuse(value, "is not a choice" + guess(word, choices));
   }
 
   void check_range(double number, const TomlValue& value) {

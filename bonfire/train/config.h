@@ -5,12 +5,22 @@
 #include <filesystem>
 #include <map>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "bonfire/base/api.h"
 #include "bonfire/plan/model.h"
 
 namespace bonfire {
+
+// A number of bytes; a file may say "2GiB".
+struct Bytes {
+  std::int64_t count = 0;
+};
+// Yes, no, or how many.
+using SwitchOrNumber = std::variant<bool, std::int64_t>;
+// One of a key's words, or how many.
+using WordOrNumber = std::variant<std::string, std::int64_t>;
 
 // What a configuration file says. Its keys, their defaults, what is allowed and their one line of help stand in one table
 // (config_keys.cpp), from which the parser, the errors, the overrides, the writer and the reference page are made.
@@ -24,6 +34,7 @@ struct BONFIRE_API Config {
     double watchdog = 300;
     double heartbeat = 30;
     bool debug_collectives = false;
+    Bytes memory_cap;
   } run;
 
   struct Model {
@@ -48,7 +59,12 @@ struct BONFIRE_API Config {
     std::int64_t batch = 8;
     std::int64_t microbatch = 0;
     std::string precision = "fp32";
+    std::string gradient_precision = "fp32";
+    std::string reduction_precision = "gradient";
+    std::vector<std::string> keep_fp32;
+    std::vector<std::string> freeze;
     double clip = 1.0;
+    double clip_value = 0;
     std::int64_t seed = 1;
     std::int64_t log_every = 1;
     std::int64_t eval_every = 0;
@@ -81,7 +97,14 @@ struct BONFIRE_API Config {
     std::int64_t shard = 1;
     std::int64_t context = 1;
     std::int64_t tensor = 1;
-    std::string sharded = "none";
+    std::string sharded = "parameters";
+    SwitchOrNumber reshard_after_forward = true;
+    std::int64_t prefetch = 2;
+    std::string backward_prefetch = "before";
+    std::string accumulation = "sharded";
+    WordOrNumber wrap = "unit";
+    std::vector<std::string> wrap_types;
+    bool agree_on_order = false;
     std::string offload = "none";
     std::string recompute = "none";
     double bucket_mb = 25;

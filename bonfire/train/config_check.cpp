@@ -1,14 +1,29 @@
+#include <algorithm>
 #include <cctype>
 #include <filesystem>
+#include <vector>
+
+#include <fmt/ranges.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/train/config.h"
+#include "bonfire/train/selection.h"
 
 // What no key can be judged for alone: the keys against each other, against the number of ranks and against the disk.
 namespace bonfire {
 namespace {
 
 constexpr const char* axes[] = {"layout.pipeline", "layout.replicate", "layout.shard", "layout.context", "layout.tensor"};
+
+// replicate x shard for so many ranks: at most a few.
+std::vector<std::string> products_for(std::int64_t ranks) {
+  std::vector<std::string> products;
+  for (std::int64_t shard = 1; shard <= std::min<std::int64_t>(ranks, 1024); ++shard)
+    if (ranks % shard == 0) products.push_back(fmt::format("replicate {} x shard {}", ranks / shard, shard));
+  constexpr std::size_t most = 4;
+  if (products.size() > most) products.erase(products.begin() + most - 1, products.end() - 1);
+  return products;
+}
 
 void resolve_ranks(Config& config, std::int64_t ranks) {
   const char* first_given = nullptr;
@@ -21,8 +36,9 @@ void resolve_ranks(Config& config, std::int64_t ranks) {
   fail_key(
       config, first_given,
       fmt::format("pipeline {} x replicate {} x shard {} x context {} x tensor {} = {} ranks, but there are {}; allowed: "
-                  "axes whose product is {}",
-                  l.pipeline, l.replicate, l.shard, l.context, l.tensor, config.ranks(), ranks, ranks));
+                  "axes whose product is {}, such as {}",
+                  l.pipeline, l.replicate, l.shard, l.context, l.tensor, config.ranks(), ranks, ranks,
+                  fmt::join(products_for(ranks), " or ")));
 }
 
 void resolve_batch(Config& config) {
@@ -126,6 +142,64 @@ void check_steps(const Config& config) {
   }
 }
 
+void check_sharding(const Config& config) {
+  const auto& layout = config.layout;
+  if (layout.shard > 1 && layout.sharded == "none") {
+    fail_key(config, "layout.sharded",
+             fmt::format("nothing would be sharded over layout.shard = {} ranks; allowed: optimizer | gradients | "
+                         "parameters, or layout.shard = 1",
+                         layout.shard));
+  }
+  const auto* reshard = std::get_if<std::int64_t>(&layout.reshard_after_forward);
+  if (reshard && layout.shard % *reshard != 0) {
+    fail_key(config, "layout.reshard_after_forward",
+             fmt::format("does not divide layout.shard = {}; allowed: true | false | a divisor of {}", layout.shard,
+                         layout.shard));
+  }
+  if (layout.compression == "powersgd" && layout.shard > 1) {
+    fail_key(config, "layout.compression",
+             fmt::format("PowerSGD needs whole matrices, but layout.shard = {} cuts them; allowed: none | bf16 | fp16, or "
+                         "layout.shard = 1",
+                         layout.shard));
+  }
+  if (layout.offload == "parameters" && layout.shard > 1 && layout.sharded != "parameters") {
+    fail_key(config, "layout.offload",
+             fmt::format("parameters that are not sharded (layout.sharded = \"{}\") stay whole on every rank; allowed: none "
+                         "| optimizer, or layout.sharded = parameters",
+                         layout.sharded));
+  }
+  if (layout.wrap == WordOrNumber("all") && !layout.wrap_types.empty()) {
+    fail_key(config, "layout.wrap_types", "has no meaning with layout.wrap = \"all\"; allowed with: unit | a number");
+  }
+}
+
+void check_precision(const Config& config) {
+  const auto& train = config.train;
+  if (train.gradient_precision != "fp32" && train.gradient_precision != train.precision) {
+    fail_key(config, "train.gradient_precision",
+             train.precision == "fp32"
+                 ? "gradients are made in train.precision = \"fp32\"; allowed with it: fp32"
+                 : fmt::format("gradients are made in train.precision = \"{}\"; allowed with it: fp32 | {}", train.precision,
+                               train.precision));
+  }
+  if (train.reduction_precision != "gradient" && config.layout.compression != "none") {
+    fail_key(config, "train.reduction_precision",
+             fmt::format("layout.compression = \"{}\" says how gradients travel; allowed with it: gradient",
+                         config.layout.compression));
+  }
+  if (train.gradient_precision != "fp32" && train.reduction_precision != "gradient" &&
+      train.reduction_precision != train.gradient_precision) {
+    fail_key(config, "train.reduction_precision",
+             fmt::format("gradients are kept in train.gradient_precision = \"{}\"; allowed with it: gradient | {}",
+                         train.gradient_precision, train.gradient_precision));
+  }
+  if (train.gradient_precision != "fp32" && config.layout.compression != "none") {
+    fail_key(config, "layout.compression",
+             fmt::format("gradients are kept in train.gradient_precision = \"{}\" already; allowed with it: none",
+                         train.gradient_precision));
+  }
+}
+
 }  // namespace
 
 void resolve(Config& config, std::int64_t ranks) {
@@ -133,6 +207,9 @@ void resolve(Config& config, std::int64_t ranks) {
   resolve_ranks(config, ranks);
   resolve_batch(config);
   resolve_model(config);
+  check_sharding(config);
+  check_precision(config);
+  check_selections(config);
   check_optimizer(config);
   check_steps(config);
   check_data(config);

@@ -51,6 +51,11 @@ const std::vector<ConfigKey>& config_keys() {
        .field = FIELD(run.debug_collectives),
        .help = "Compare kind, shape, dtype and number of each collective between the ranks before it starts. Slow; for "
                "finding mistakes."},
+      {.name = "run.memory_cap",
+       .field = FIELD(run.memory_cap),
+       .help = "Most memory that one rank may take for tensors. A layout that needs more is refused before anything starts, "
+               "with what it needs and what would fit. 0: no limit.",
+       .range = {.at_least = 0}},
 
       {.name = "model.preset",
        .field = FIELD(model.preset),
@@ -229,9 +234,32 @@ const std::vector<ConfigKey>& config_keys() {
        .help = "What the model computes in. `bf16` and `fp16` keep fp32 master weights; `fp16` scales the loss.",
        .choices = {"fp32", "bf16", "fp16"},
        .later = "fp8 arithmetic"},
+      {.name = "train.gradient_precision",
+       .field = FIELD(train.gradient_precision),
+       .help = "What gradients are kept in until the update: `fp32`, or as `precision` makes them, which saves memory and "
+               "rounds where microbatches are added up.",
+       .choices = {"fp32", "bf16", "fp16"}},
+      {.name = "train.reduction_precision",
+       .field = FIELD(train.reduction_precision),
+       .help = "What gradients travel in between ranks: as they are kept, or rounded.",
+       .choices = {"gradient", "fp32", "bf16", "fp16"}},
+      {.name = "train.keep_fp32",
+       .field = FIELD(train.keep_fp32),
+       .help = "Parameters that forward reads in fp32 all the same: `norms`, `embeddings`, or names inside a Unit such as "
+               "`feed.down.bias` or the beginnings of them.",
+       .where_key = "train.precision",
+       .where_values = {"bf16", "fp16"}},
+      {.name = "train.freeze",
+       .field = FIELD(train.freeze),
+       .help = "Parameters that are not trained, by their names or the beginnings of them: `embedding`, `blocks.0`, "
+               "`blocks.*.attention`. They cost neither gradients nor optimizer state."},
       {.name = "train.clip",
        .field = FIELD(train.clip),
        .help = "Largest norm of all gradients together. 0: no clipping.",
+       .range = {.at_least = 0}},
+      {.name = "train.clip_value",
+       .field = FIELD(train.clip_value),
+       .help = "Largest absolute value of each element of the gradients, applied before `clip`. 0: no limit.",
        .range = {.at_least = 0}},
       {.name = "train.seed",
        .field = FIELD(train.seed),
@@ -341,9 +369,9 @@ const std::vector<ConfigKey>& config_keys() {
        .range = {.at_least = 1, .at_most = 1e6}},
       {.name = "layout.shard",
        .field = FIELD(layout.shard),
-       .help = "Ranks over which one replica is sharded.",
-       .range = {.at_least = 1, .at_most = 1},
-       .later = "sharding"},
+       .help = "Ranks over which one replica is sharded: the sharding factor. 1: plain data parallelism; all ranks: fully "
+               "sharded; in between, with `replicate`: hybrid.",
+       .range = {.at_least = 1, .at_most = 1e6}},
       {.name = "layout.context",
        .field = FIELD(layout.context),
        .help = "Ranks that share one sequence.",
@@ -356,13 +384,59 @@ const std::vector<ConfigKey>& config_keys() {
        .later = "tensor parallelism"},
       {.name = "layout.sharded",
        .field = FIELD(layout.sharded),
-       .help = "What is sharded where `shard` is more than 1; with `shard = 1` every choice is plain data parallelism.",
+       .help = "What is sharded where `shard` is more than 1: the optimizer's state (ZeRO-1), gradients too (ZeRO-2), "
+               "parameters too (ZeRO-3). With `shard = 1` every choice is plain data parallelism.",
        .choices = {"none", "optimizer", "gradients", "parameters"}},
+      {.name = "layout.reshard_after_forward",
+       .field = FIELD(layout.reshard_after_forward),
+       .help = "Whether the gathered parameters of a Unit go out between its forward and its backward. A number: each rank "
+               "keeps the part of them that groups of so many ranks need to gather them again.",
+       .range = {.at_least = 1, .at_most = 1e6},
+       .where_key = "layout.sharded",
+       .where_values = {"parameters"}},
+      {.name = "layout.prefetch",
+       .field = FIELD(layout.prefetch),
+       .help = "Units that are gathered ahead of the one that runs.",
+       .range = {.at_least = 0, .at_most = 1e5},
+       .where_key = "layout.sharded",
+       .where_values = {"gradients", "parameters"}},
+      {.name = "layout.backward_prefetch",
+       .field = FIELD(layout.backward_prefetch),
+       .help = "When Units are gathered ahead in backward: `before` the reductions of the one that runs are issued, or "
+               "`after`, which holds less at a time.",
+       .choices = {"before", "after"},
+       .where_key = "layout.sharded",
+       .where_values = {"parameters"}},
+      {.name = "layout.accumulation",
+       .field = FIELD(layout.accumulation),
+       .help = "How gradients are kept between microbatches: `sharded`, each microbatch reduced, or `full`, only the last "
+               "one reduced.",
+       .choices = {"sharded", "full"},
+       .where_key = "layout.sharded",
+       .where_values = {"gradients", "parameters"}},
+      {.name = "layout.wrap",
+       .field = FIELD(layout.wrap),
+       .help =
+           "Which Units stay together in a buffer of their own: each `unit`, `all` in one, or those with at least so many "
+           "parameters; what is left belongs to the root.",
+       .choices = {"unit", "all"},
+       .range = {.at_least = 1, .at_most = 1e15}},
+      {.name = "layout.wrap_types",
+       .field = FIELD(layout.wrap_types),
+       .help = "Of these kinds only. Empty: of all.",
+       .choices = {"embedding", "block", "head"}},
+      {.name = "layout.agree_on_order",
+       .field = FIELD(layout.agree_on_order),
+       .help =
+           "Ranks agree on each gather before it begins, in every step and not only in the first. Slow; for models whose "
+           "Units run in another order on each rank.",
+       .where_key = "layout.sharded",
+       .where_values = {"parameters"}},
       {.name = "layout.offload",
        .field = FIELD(layout.offload),
-       .help = "What is kept in the host's memory.",
-       .choices = {"none"},
-       .later = "offloading"},
+       .help = "What is kept in the host's memory: masters and state of the `optimizer`, which then updates on the CPU, or "
+               "the `parameters` too.",
+       .choices = {"none", "optimizer", "parameters"}},
       {.name = "layout.recompute",
        .field = FIELD(layout.recompute),
        .help = "What is computed again in backward instead of kept.",
@@ -401,39 +475,5 @@ const std::vector<ConfigKey>& config_keys() {
 }
 
 #undef FIELD
-
-const std::vector<LaterKey>& later_keys() {
-  static const std::vector<LaterKey> keys = {
-      {"model.reversible", "reversible blocks"},
-      {"model.from", "importing Hugging Face folders"},
-      {"layout.sequence_parallel", "tensor parallelism"},
-      {"layout.reshard_after_forward", "sharding"},
-      {"layout.prefetch", "sharding"},
-      {"layout.schedule", "pipeline parallelism"},
-      {"layout.chunks", "pipeline parallelism"},
-      {"layout.recompute_every", "recomputation"},
-      {"layout.stages", "pipeline parallelism"},
-      {"layout.server", "the parameter server"},
-      {"checkpoint.every", "checkpoints"},
-      {"checkpoint.keep", "checkpoints"},
-      {"checkpoint.asynchronous", "checkpoints"},
-  };
-  return keys;
-}
-
-const std::string& help_of_section(const std::string& section) {
-  static const std::map<std::string, std::string> help = {
-      {"run", "The run itself: its folder, its device, its patience."},
-      {"model", "What is trained."},
-      {"data", "What it is trained on."},
-      {"train", "How long, in what portions and in what precision."},
-      {"optimizer", "The update and the learning rate."},
-      {"layout",
-       "How the ranks are laid out; the product of the five axes is the number of ranks. Where no axis is given, "
-       "`replicate` is the number of ranks."},
-      {"fault", "Faults to inject, for tests of what a run does about them. Not for real runs."},
-  };
-  return help.at(section);
-}
 
 }  // namespace bonfire

@@ -14,7 +14,8 @@ namespace bonfire {
 // Where a key's value lives in a Config.
 using ConfigField = std::variant<bool& (*)(Config&), std::int64_t& (*)(Config&), double& (*)(Config&),
                                  std::string& (*)(Config&), std::vector<std::string>& (*)(Config&),
-                                 std::vector<std::int64_t>& (*)(Config&), std::array<double, 2>& (*)(Config&)>;
+                                 std::vector<std::int64_t>& (*)(Config&), std::array<double, 2>& (*)(Config&),
+                                 Bytes& (*)(Config&), SwitchOrNumber& (*)(Config&), WordOrNumber& (*)(Config&)>;
 
 // Limits of a number; for a list, of each of its numbers.
 struct Range {
@@ -28,7 +29,7 @@ struct ConfigKey {
   std::string name;  // "section.key"
   ConfigField field;
   std::string help;
-  std::vector<std::string> choices = {};  // of a string; empty: any
+  std::vector<std::string> choices = {};  // of a string, or of each in a list; empty: any
   Range range = {};
   std::string later = {};  // what is missing for the design's other values, said where one of them is asked for
   // The key means something only where another one has one of these values; elsewhere it is refused, and not written.

@@ -1,8 +1,10 @@
 #include <algorithm>
+#include <map>
 
 #include <fmt/ranges.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/base/size.h"
 #include "bonfire/train/config_keys.h"
 
 // Questions about the table of keys.
@@ -31,15 +33,22 @@ const ConfigKey* find_key(const std::string& name) {
 }
 
 std::string allowed_text(const ConfigKey& key) {
-  static constexpr const char* types[] = {
-      "true or false",      "an integer",           "a number", "a string", "a list of strings",
-      "a list of integers", "a list of two numbers"};
-  if (!key.choices.empty()) {
-    std::string text;
-    for (const auto& choice : key.choices) text += (text.empty() ? "" : " | ") + (choice.empty() ? "\"\"" : choice);
-    return text;
-  }
-  std::string text = types[key.field.index()];
+  static constexpr const char* types[] = {"true or false",
+                                          "an integer",
+                                          "a number",
+                                          "a string",
+                                          "a list of strings",
+                                          "a list of integers",
+                                          "a list of two numbers",
+                                          "bytes, as a number or a text such as \"2GiB\"",
+                                          "true | false | an integer",
+                                          "an integer"};
+  const bool or_number = std::holds_alternative<WordOrNumber& (*)(Config&)>(key.field);
+  std::string text;
+  for (const auto& choice : key.choices) text += (text.empty() ? "" : " | ") + (choice.empty() ? "\"\"" : choice);
+  if (std::holds_alternative<std::vector<std::string>& (*)(Config&)>(key.field) && !text.empty()) return "a list of " + text;
+  if (!text.empty() && !or_number) return text;
+  text += (text.empty() ? "" : " | ") + std::string(types[key.field.index()]);
   const auto limit = [&](const char* words, const std::optional<double>& value) {
     if (value) text += fmt::format(", {} {}", words, *value);
   };
@@ -58,6 +67,14 @@ TomlValue as_toml(bool value) { return {.is = value}; }
 TomlValue as_toml(std::int64_t value) { return {.is = value}; }
 TomlValue as_toml(double value) { return {.is = value}; }
 TomlValue as_toml(const std::string& value) { return {.is = value}; }
+TomlValue as_toml(const Bytes& value) {
+  if (value.count == 0) return {.is = std::int64_t{0}};
+  return {.is = exact_bytes(value.count)};
+}
+template <class... Types>
+TomlValue as_toml(const std::variant<Types...>& value) {
+  return std::visit([](const auto& is) { return as_toml(is); }, value);
+}
 template <class List>
 TomlValue as_toml(const List& list) {
   TomlArray items;
@@ -89,6 +106,38 @@ std::optional<std::string> why_not(const ConfigKey& key, const Config& config) {
                        *key.reads_tokens ? "llama | gpt2 | mlp with inputs = 0" : "vgg | mlp with inputs more than 0");
   }
   return std::nullopt;
+}
+
+const std::vector<LaterKey>& later_keys() {
+  static const std::vector<LaterKey> keys = {
+      {"model.reversible", "reversible blocks"},
+      {"model.from", "importing Hugging Face folders"},
+      {"layout.sequence_parallel", "tensor parallelism"},
+      {"layout.schedule", "pipeline parallelism"},
+      {"layout.chunks", "pipeline parallelism"},
+      {"layout.recompute_every", "recomputation"},
+      {"layout.stages", "pipeline parallelism"},
+      {"layout.server", "the parameter server"},
+      {"checkpoint.every", "checkpoints"},
+      {"checkpoint.keep", "checkpoints"},
+      {"checkpoint.asynchronous", "checkpoints"},
+  };
+  return keys;
+}
+
+const std::string& help_of_section(const std::string& section) {
+  static const std::map<std::string, std::string> help = {
+      {"run", "The run itself: its folder, its device, its patience."},
+      {"model", "What is trained."},
+      {"data", "What it is trained on."},
+      {"train", "How long, in what portions and in what precision."},
+      {"optimizer", "The update and the learning rate."},
+      {"layout",
+       "How the ranks are laid out; the product of the five axes is the number of ranks. Where no axis is given, "
+       "`replicate` is the number of ranks."},
+      {"fault", "Faults to inject, for tests of what a run does about them. Not for real runs."},
+  };
+  return help.at(section);
 }
 
 }  // namespace bonfire

@@ -1,13 +1,31 @@
 #include "bonfire/train/evaluate.h"
 
+#include <vector>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include "bonfire/comm/progress.h"
 #include "bonfire/models/model.h"
 
 namespace bonfire {
+namespace {
+
+at::Tensor one_sample(const SampleField& field) {
+  std::vector<std::int64_t> sizes{1};
+  sizes.insert(sizes.end(), field.sizes.begin(), field.sizes.end());
+  return at::empty(sizes, field.dtype);
+}
+
+Batch first_sample(const Source& source) {
+  Batch batch{one_sample(source.input()), one_sample(source.target()), {0}};
+  source.read(0, batch.input.data_ptr(), batch.target.data_ptr());
+  return batch;
+}
+
+}  // namespace
 
 double evaluate(Run& run) {
   const ProgressBoard::Busy busy(run.world.progress().get(), "evaluation");
@@ -25,11 +43,22 @@ double evaluate(Run& run) {
   // Sum of the losses and number of samples: held-out data may end in the middle of a batch, unevenly over the ranks.
   auto sums = at::zeros({2}, at::TensorOptions(at::kDouble).device(device));
   for (std::int64_t i = 0; i < run.config.train.eval_batches; ++i) {
-    const auto batches = loader.next();
+    auto batches = loader.next();
     if (!batches) break;
-    for (const auto& batch : batches->microbatches) {
+    // Where parameters are sharded a forward needs all ranks: one that has run out of data runs a sample that does not
+    // count.
+    const std::int64_t ranks = run.config.data_ranks(), microbatch = run.config.train.microbatch;
+    const std::int64_t longest = (batches->samples + ranks - 1) / ranks;
+    auto& own = batches->microbatches;
+    const auto counted = own.size();
+    const auto rounds = static_cast<std::size_t>((longest + microbatch - 1) / microbatch);
+    if (counted < rounds) own.resize(rounds, first_sample(*run.data.held_out));
+    for (std::size_t round = 0; round < rounds; ++round) {
+      const auto& batch = own[round];
+      const auto loss = run.model->loss(batch.input.to(device), batch.target.to(device));
+      if (round >= counted) continue;
       const auto samples = static_cast<double>(batch.input.size(0));
-      sums[0] += run.model->loss(batch.input.to(device), batch.target.to(device)) * samples;
+      sums[0] += loss * samples;
       sums[1] += samples;
     }
   }

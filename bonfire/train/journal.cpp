@@ -34,6 +34,7 @@ std::string describe_run(const Run& run) {
                   format_count(model.parameter_elements()), run.world.size(), run.world.size() == 1 ? "rank" : "ranks",
                   run.world.device().str(), config.train.precision, config.train.batch);
   if (config.reads_tokens()) text += fmt::format(" of {} tokens", config.data.sequence);
+  if (config.layout.shard > 1) text += fmt::format(", {} sharded over {}", config.layout.sharded, config.layout.shard);
   return text;
 }
 

@@ -1,14 +1,18 @@
 #include "bonfire/train/loop.h"
 
+#include <c10/util/Exception.h>
+
 #include "bonfire/train/build.h"
 #include "bonfire/train/evaluate.h"
 #include "bonfire/train/journal.h"
+#include "bonfire/train/memory_need.h"
 #include "bonfire/train/step.h"
 #include "bonfire/train/tracer.h"
 
 namespace bonfire {
 
-TrainReport train(const World& world, const Config& config, const TrainOptions& options) {
+TrainReport train(const World& world, const Config& config, const TrainOptions& options) try {
+  if (world.rank() == 0) world.log().info("layout: {}", layout_line(config));
   Run run(world, config);
   Journal journal(run, options);
   Tracer tracer(world, config, options.folder / "trace.json");
@@ -29,6 +33,11 @@ TrainReport train(const World& world, const Config& config, const TrainOptions& 
     enforce_nan_policy(run, step, loss, update);
   }
   return journal.finish();
+} catch (const MemoryRefused& refused) {
+  fail_for_memory(config, refused.what());
+} catch (const c10::OutOfMemoryError& refused) {
+  const std::string words = refused.what_without_backtrace();
+  fail_for_memory(config, words.substr(0, words.find('\n')));
 }
 
 }  // namespace bonfire

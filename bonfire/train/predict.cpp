@@ -1,6 +1,7 @@
 #include "bonfire/train/predict.h"
 
 #include "bonfire/comm/device.h"
+#include "bonfire/train/selection.h"
 
 namespace bonfire {
 namespace {
@@ -29,17 +30,37 @@ std::int64_t sample_bytes(const Config& config) {
 
 plan::DataParallel data_parallel_of(const Config& config) {
   constexpr double mebibyte = 1 << 20;
-  const std::int64_t samples = config.train.batch / config.data_ranks();  // of one rank
-  return {.replicate = static_cast<int>(config.layout.replicate),
-          .shard = static_cast<int>(config.layout.shard),
-          .what = plan::sharded_of(config.layout.sharded),
-          .microbatches = static_cast<int>(samples / config.train.microbatch),
-          .compute = plan::dtype_of(config.train.precision),
-          .buckets = {.bucket_bytes = static_cast<std::int64_t>(config.layout.bucket_mb * mebibyte),
-                      .first_bucket_bytes = static_cast<std::int64_t>(config.layout.first_bucket_mb * mebibyte)},
-          .compression = compression_of(config.layout.compression),
-          .powersgd_rank = static_cast<int>(config.layout.powersgd_rank),
-          .clip = config.train.clip > 0};
+  const auto& layout = config.layout;
+  const auto& train = config.train;
+  const auto gradient = plan::dtype_of(train.gradient_precision);
+  auto compression = compression_of(layout.compression);
+  // Gradients travel in the same numbers to the ranks that keep a share of them and over the replicas.
+  auto reduction = train.reduction_precision == "gradient" ? gradient : plan::dtype_of(train.reduction_precision);
+  if (compression == plan::Compression::bf16) reduction = plan::Dtype::bf16;
+  if (compression == plan::Compression::fp16) reduction = plan::Dtype::fp16;
+  if (reduction != gradient && compression == plan::Compression::none)
+    compression = reduction == plan::Dtype::bf16 ? plan::Compression::bf16 : plan::Compression::fp16;
+  const auto* reshard_ranks = std::get_if<std::int64_t>(&layout.reshard_after_forward);
+  return {.replicate = static_cast<int>(layout.replicate),
+          .shard = static_cast<int>(layout.shard),
+          .what = layout.shard == 1 ? plan::Sharded::none : plan::sharded_of(layout.sharded),
+          .accumulation = layout.accumulation == "full" ? plan::Accumulation::full : plan::Accumulation::sharded,
+          .microbatches = static_cast<int>(train.batch / config.data_ranks() / train.microbatch),
+          .reshard_after_forward = reshard_ranks || std::get<bool>(layout.reshard_after_forward),
+          .reshard_ranks = reshard_ranks ? static_cast<int>(*reshard_ranks) : 0,
+          .prefetch = static_cast<int>(layout.prefetch),
+          .backward_prefetch = layout.backward_prefetch == "after" ? plan::BackwardPrefetch::after_reduction
+                                                                   : plan::BackwardPrefetch::before_reduction,
+          .compute = plan::dtype_of(train.precision),
+          .gradient = gradient,
+          .reduction = reduction,
+          .keep = kept_in_fp32(config),
+          .buckets = {.bucket_bytes = static_cast<std::int64_t>(layout.bucket_mb * mebibyte),
+                      .first_bucket_bytes = static_cast<std::int64_t>(layout.first_bucket_mb * mebibyte)},
+          .compression = compression,
+          .powersgd_rank = static_cast<int>(layout.powersgd_rank),
+          // The step always asks for the norm: it is a column of the metrics, and tells what is not finite.
+          .clip = true};
 }
 
 plan::MemoryOptions memory_options_of(const Config& config) {
@@ -52,7 +73,7 @@ plan::MemoryOptions memory_options_of(const Config& config) {
 }
 
 plan::Memory predict_memory(const Config& config) {
-  return plan::memory_of(plan::describe(config.model.spec), data_parallel_of(config), memory_options_of(config));
+  return plan::memory_of(wrapped_model_of(config), data_parallel_of(config), memory_options_of(config));
 }
 
 double step_flops(const Config& config) {

@@ -67,8 +67,10 @@ StepResult update_parameters(Run& run, const StepLoss& loss, Tracer& tracer) {
     run.engine.spend_gradients();
     return {.skipped = true};
   }
-  return run.optimizer->step(
-      {.clip = run.config.train.clip, .scaler = run.scaler ? &*run.scaler : nullptr, .skip_non_finite = true});
+  return run.optimizer->step({.clip = run.config.train.clip,
+                              .clip_value = run.config.train.clip_value,
+                              .scaler = run.scaler ? &*run.scaler : nullptr,
+                              .skip_non_finite = true});
 }
 
 void enforce_nan_policy(const Run& run, std::int64_t step, const StepLoss& loss, const StepResult& update) {

@@ -70,6 +70,27 @@ TEST(Config, WithoutAnAxisTheRanksReplicate) {
   EXPECT_EQ(config.train.microbatch, 4);
 }
 
+TEST(Config, KeysThatTakeSeveralTypes) {
+  const auto reshard = [](const char* text) {
+    return parse_config("", "a.toml", {std::string("layout.reshard_after_forward=") + text}).layout.reshard_after_forward;
+  };
+  EXPECT_EQ(Config().layout.reshard_after_forward, SwitchOrNumber(true));
+  EXPECT_EQ(reshard("false"), SwitchOrNumber(false));
+  EXPECT_EQ(reshard("4"), SwitchOrNumber(std::int64_t{4}));
+  const auto wrap = [](const char* text) {
+    return parse_config("", "a.toml", {std::string("layout.wrap=") + text}).layout.wrap;
+  };
+  EXPECT_EQ(Config().layout.wrap, WordOrNumber("unit"));
+  EXPECT_EQ(wrap("all"), WordOrNumber("all"));
+  EXPECT_EQ(wrap("100000"), WordOrNumber(std::int64_t{100000}));
+  const auto cap = [](const char* text) {
+    return parse_config("", "a.toml", {std::string("run.memory_cap=") + text}).run.memory_cap.count;
+  };
+  EXPECT_EQ(cap("2GiB"), std::int64_t{2} << 30);
+  EXPECT_EQ(cap("12345"), 12345);
+  EXPECT_EQ(cap("0"), 0);
+}
+
 // Each message names the place, the key, the value and what is allowed, on one line.
 struct BadInput {
   const char* name;
@@ -158,10 +179,96 @@ INSTANTIATE_TEST_SUITE_P(
                  "[layout]\npipeline = 2\n",
                  {"a.toml:2", "layout.pipeline = 2", "pipeline parallelism is not available", "allowed: 1"},
                  2},
-        BadInput{"shard",
-                 "[layout]\nshard = 2\n",
-                 {"a.toml:2", "layout.shard = 2", "sharding is not available", "allowed: 1"},
+        BadInput{"shard_that_does_not_divide",
+                 "[layout]\nshard = 3\n",
+                 {"a.toml:2", "layout.shard = 3", "but there are 4", "product is 4", "replicate 2 x shard 2"},
+                 4},
+        BadInput{"shard_without_anything",
+                 "[layout]\nshard = 2\nsharded = \"none\"\n",
+                 {"a.toml:3", "layout.sharded = \"none\"", "layout.shard = 2", "optimizer | gradients | parameters"},
                  2},
+        BadInput{"sharded_unknown",
+                 "[layout]\nshard = 2\nsharded = \"gradient\"\n",
+                 {"a.toml:3", "layout.sharded = \"gradient\"", "did you mean gradients?", "none | optimizer | gradients"},
+                 2},
+        BadInput{"reshard_that_does_not_divide",
+                 "[layout]\nshard = 4\nreshard_after_forward = 3\n",
+                 {"a.toml:3", "layout.reshard_after_forward = 3", "layout.shard = 4", "true | false | a divisor of 4"},
+                 4},
+        BadInput{"reshard_of_words",
+                 "[layout]\nreshard_after_forward = \"often\"\n",
+                 {"a.toml:2", "is a string", "allowed: true | false | an integer, at least 1"}},
+        BadInput{"reshard_of_none",
+                 "[layout]\nreshard_after_forward = 0\n",
+                 {"a.toml:2", "layout.reshard_after_forward = 0", "too small"}},
+        BadInput{"reshard_of_whole_parameters",
+                 "[layout]\nshard = 2\nsharded = \"gradients\"\nreshard_after_forward = false\n",
+                 {"a.toml:4", "layout.reshard_after_forward = false", "layout.sharded = \"gradients\"", "parameters"},
+                 2},
+        BadInput{"accumulation_of_whole_gradients",
+                 "[layout]\nshard = 2\nsharded = \"optimizer\"\naccumulation = \"full\"\n",
+                 {"a.toml:4", "layout.accumulation", "gradients | parameters"},
+                 2},
+        BadInput{"prefetch", "[layout]\nprefetch = -1\n", {"a.toml:2", "layout.prefetch = -1", "at least 0"}},
+        BadInput{"powersgd_of_shares",
+                 "[layout]\nshard = 2\ncompression = \"powersgd\"\n",
+                 {"a.toml:3", "layout.compression", "layout.shard = 2", "none | bf16 | fp16"},
+                 2},
+        BadInput{"offload_of_whole_parameters",
+                 "[layout]\nshard = 2\nsharded = \"gradients\"\noffload = \"parameters\"\n",
+                 {"a.toml:4", "layout.offload", "layout.sharded = \"gradients\"", "none | optimizer"},
+                 2},
+        BadInput{"wrap_word",
+                 "[layout]\nwrap = \"al\"\n",
+                 {"a.toml:2", "layout.wrap = \"al\"", "unit | all | an integer, at least 1"}},
+        BadInput{
+            "wrap_type",
+            "[layout]\nwrap_types = [\"blocks\"]\n",
+            {"a.toml:2", "layout.wrap_types = [\"blocks\"]", "did you mean block?", "a list of embedding | block | head"}},
+        BadInput{"wrap_types_of_all",
+                 "[layout]\nwrap = \"all\"\nwrap_types = [\"block\"]\n",
+                 {"a.toml:3", "layout.wrap_types", "layout.wrap = \"all\"", "unit | a number"}},
+        BadInput{"gradient_dtype",
+                 "[train]\ngradient_precision = \"int8\"\n",
+                 {"a.toml:2", "train.gradient_precision = \"int8\"", "fp32 | bf16 | fp16"}},
+        BadInput{"gradient_of_another_precision",
+                 "[train]\nprecision = \"bf16\"\ngradient_precision = \"fp16\"\n",
+                 {"a.toml:3", "train.gradient_precision", "train.precision = \"bf16\"", "fp32 | bf16"}},
+        BadInput{"gradient_below_fp32",
+                 "[train]\ngradient_precision = \"bf16\"\n",
+                 {"a.toml:2", "train.precision = \"fp32\"", "allowed with it: fp32"}},
+        BadInput{"reduction_dtype",
+                 "[train]\nreduction_precision = \"fp8\"\n",
+                 {"a.toml:2", "train.reduction_precision = \"fp8\"", "gradient | fp32 | bf16 | fp16"}},
+        BadInput{"reduction_above_gradient",
+                 "[train]\nprecision = \"bf16\"\ngradient_precision = \"bf16\"\nreduction_precision = \"fp32\"\n",
+                 {"a.toml:4", "train.reduction_precision", "train.gradient_precision = \"bf16\"", "gradient | bf16"}},
+        BadInput{"two_reductions",
+                 "[train]\nreduction_precision = \"bf16\"\n[layout]\ncompression = \"fp16\"\n",
+                 {"a.toml:2", "train.reduction_precision", "layout.compression = \"fp16\"", "allowed with it: gradient"}},
+        BadInput{"two_roundings",
+                 "[train]\nprecision = \"bf16\"\ngradient_precision = \"bf16\"\n[layout]\ncompression = \"bf16\"\n",
+                 {"a.toml:5", "layout.compression", "train.gradient_precision = \"bf16\"", "allowed with it: none"}},
+        BadInput{"keep_in_fp32",
+                 "[train]\nkeep_fp32 = [\"norms\"]\n",
+                 {"a.toml:2", "train.keep_fp32", "train.precision = \"fp32\"", "bf16 | fp16"}},
+        BadInput{"keep_unknown",
+                 "[train]\nprecision = \"bf16\"\nkeep_fp32 = [\"nrms\"]\n",
+                 {"a.toml:3", "\"nrms\" names no parameter", "did you mean \"norms\"?", "attention_norm | ", "embeddings"}},
+        BadInput{"freeze_unknown",
+                 "[train]\nfreeze = [\"embedding\", \"block.0\"]\n",
+                 {"a.toml:2", "\"block.0\" names no parameter", "did you mean \"blocks.0\"?",
+                  "begin with blocks | embedding | head"}},
+        BadInput{
+            "freeze_past_the_end", "[train]\nfreeze = [\"blocks.6\"]\n", {"a.toml:2", "\"blocks.6\" names no parameter"}},
+        BadInput{"freeze_all",
+                 "[train]\nfreeze = [\"embedding\", \"blocks\", \"head\"]\n",
+                 {"a.toml:2", "train.freeze", "nothing is left to train"}},
+        BadInput{"memory_cap",
+                 "[run]\nmemory_cap = \"2 GB\"\n",
+                 {"a.toml:2", "run.memory_cap = \"2 GB\"", "not a number of bytes", "\"2GiB\""}},
+        BadInput{"memory_cap_below_zero", "[run]\nmemory_cap = -1\n", {"a.toml:2", "run.memory_cap = -1", "at least 0"}},
+        BadInput{"clip_value", "[train]\nclip_value = -1\n", {"a.toml:2", "train.clip_value = -1", "at least 0"}},
         BadInput{"heads", "[model]\nheads = 7\n", {"a.toml:2", "model.heads is 7", "model.dim = 256"}},
         BadInput{"preset", "[model]\npreset = \"gpt2-12m\"\n", {"a.toml:2", "model.preset", "did you mean gpt2-124m?"}},
         BadInput{
@@ -190,9 +297,13 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return info.param.name; });
 
 TEST(Config, TheResolvedFileReadsBackToItself) {
-  for (const char* text : {"", "[model]\ntype = \"mlp\"\n", "[model]\ntype = \"mlp\"\ninputs = 12\n",
-                           "[model]\ntype = \"vgg\"\n[optimizer]\ntype = \"sgd\"\nlr = 0.1\n",
-                           "[train]\nprecision = \"fp16\"\nbatch = 12\n[layout]\ncompression = \"powersgd\"\n"}) {
+  for (const char* text :
+       {"", "[model]\ntype = \"mlp\"\n", "[model]\ntype = \"mlp\"\ninputs = 12\n",
+        "[model]\ntype = \"vgg\"\n[optimizer]\ntype = \"sgd\"\nlr = 0.1\n",
+        "[train]\nprecision = \"fp16\"\nbatch = 12\n[layout]\ncompression = \"powersgd\"\n",
+        "[run]\nmemory_cap = \"3GiB\"\n[train]\nfreeze = [\"blocks.0\"]\n[layout]\nshard = 2\n",
+        "[run]\nmemory_cap = 1234567890\n[layout]\nshard = 2\nreshard_after_forward = 2\nwrap = \"all\"\n",
+        "[layout]\nshard = 2\nsharded = \"optimizer\"\nwrap = 5000\nwrap_types = [\"block\"]\n"}) {
     Config config = parse_config(text, "a.toml");
     resolve(config, 2);
     const std::string written = to_toml(config);

@@ -1,5 +1,3 @@
-#include "bonfire/train/loop.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,71 +9,16 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "bonfire/base/error.h"
 #include "bonfire/plan/layout.h"
 #include "bonfire/train/predict.h"
-#include "bonfire/train/run_folder.h"
-#include "tests/support/ranks.h"
+#include "tests/train/loop_fixture.h"
 
 namespace bonfire {
 namespace {
 namespace fs = std::filesystem;
-
-// Batch 48, so that 1 to 4 ranks divide it, each in one part or four.
-constexpr const char* common = "[train]\nsteps = 4\nbatch = 48\n[optimizer]\nlr = 0.01\nwarmup = 1\n";
-
-const std::map<std::string, std::string> models = {
-    {"llama",
-     "[model]\ntype = \"llama\"\ndim = 16\nlayers = 2\nheads = 4\nkv_heads = 2\nffn = 24\nvocab = 40\n[data]\nsequence = "
-     "6\nbranching = 4\n"},
-    {"gpt2",
-     "[model]\ntype = \"gpt2\"\ndim = 16\nlayers = 2\nheads = 2\nvocab = 40\ntied = true\n[data]\nsequence = 6\nbranching = "
-     "4\n"},
-    {"mlp", "[model]\ntype = \"mlp\"\ndim = 16\nlayers = 2\ninputs = 12\nclasses = 5\n"},
-    {"vgg",
-     "[model]\ntype = \"vgg\"\nimage = 8\nchannels = 1\nconvolutions = [4, 0, 8, 0]\npool = 2\nffn = 16\nclasses = 5\n"}};
-
-struct Outcome {
-  std::vector<nlohmann::json> metrics;
-  TrainReport report;
-  std::string error;  // of rank 0
-  fs::path folder;
-
-  std::vector<double> losses() const {
-    std::vector<double> values;
-    for (const auto& line : metrics) values.push_back(line.at("loss").get<double>());
-    return values;
-  }
-};
-
-class Loop : public ::testing::Test {
- protected:
-  Loop() : parent_(fs::path(::testing::TempDir()) / "bonfire_loop_test") { fs::remove_all(parent_); }
-  ~Loop() override { fs::remove_all(parent_); }
-
-  // Every rank a thread of this process.
-  Outcome run(const std::string& model, int ranks, std::vector<std::string> overrides = {}) {
-    overrides.push_back("run.folder=" + parent_.string());
-    overrides.push_back("run.device=cpu");
-    Config config = parse_config(models.at(model) + common, "a.toml", overrides);
-    resolve(config, ranks);
-    Outcome outcome;
-    outcome.folder = make_run_folder(config);
-    bonfire::testing::run_ranks(ranks, [&](World& world) {
-      try {
-        const auto report = train(world, config, {.folder = outcome.folder});
-        if (world.rank() == 0) outcome.report = report;
-      } catch (const Error& error) {
-        if (world.rank() == 0) outcome.error = error.what();
-      }
-    });
-    std::ifstream in(outcome.folder / "metrics.jsonl");
-    for (std::string line; std::getline(in, line);) outcome.metrics.push_back(nlohmann::json::parse(line));
-    return outcome;
-  }
-
-  fs::path parent_;
-};
+using testing::common;
+using testing::Loop;
+using testing::models;
 
 class Parity : public Loop, public ::testing::WithParamInterface<std::string> {};
 

@@ -1,0 +1,43 @@
+#include "bonfire/train/memory_need.h"
+
+#include <algorithm>
+
+#include "bonfire/base/error.h"
+#include "bonfire/base/size.h"
+#include "bonfire/train/predict.h"
+#include "bonfire/train/selection.h"
+
+namespace bonfire {
+
+std::string layout_line(const Config& config) {
+  const auto& layout = config.layout;
+  const auto memory = predict_memory(config);
+  const std::string replicas = fmt::format("{} replica{}", layout.replicate, layout.replicate == 1 ? "" : "s");
+  return fmt::format("{}; a rank holds {} of model state, {} at its peak (predicted)",
+                     layout.shard == 1 ? replicas + ", nothing sharded"
+                                       : fmt::format("{} x shard {} ({})", replicas, layout.shard, layout.sharded),
+                     format_bytes(memory.state.total()), format_bytes(memory.total()));
+}
+
+void require_memory(const Config& config) {
+  const std::int64_t cap = config.run.memory_cap.count;
+  if (cap == 0 || predict_memory(config).total() <= cap) return;
+  fail_key(config, "run.memory_cap",
+           plan::does_not_fit(wrapped_model_of(config), data_parallel_of(config), memory_options_of(config), cap));
+}
+
+void fail_for_memory(const Config& config, const std::string& refused) {
+  const std::int64_t predicted = predict_memory(config).total();
+  std::string advice = "use a smaller train.microbatch, or more ranks";
+  // Something that needs less than this layout was thought to.
+  if (const auto fit =
+          plan::smallest_fit(wrapped_model_of(config), data_parallel_of(config), memory_options_of(config), predicted - 1))
+    advice = fmt::format("layout.shard = {} with layout.sharded = \"{}\" would need less: {}", fit->shard,
+                         plan::name_of(fit->what), format_bytes(fit->bytes));
+  fail(
+      "out of memory: {}; layout.shard = {} with layout.sharded = \"{}\" was predicted to need {} ({} bytes) on each rank; "
+      "{}",
+      refused, config.layout.shard, config.layout.sharded, format_bytes(predicted), predicted, advice);
+}
+
+}  // namespace bonfire

@@ -1,0 +1,171 @@
+#include "bonfire/train/selection.h"
+
+#include <algorithm>
+#include <set>
+#include <vector>
+
+#include <fmt/ranges.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/base/toml.h"
+
+namespace bonfire {
+namespace {
+
+// One part of a name, between dots, against one of a pattern.
+bool fits(std::string_view pattern, std::string_view part) {
+  const auto star = pattern.find('*');
+  if (star == std::string_view::npos) return pattern == part;
+  if (part.substr(0, star) != pattern.substr(0, star) || part.size() < star) return false;
+  const auto rest = pattern.substr(star + 1);
+  for (std::size_t at = star; at <= part.size(); ++at)
+    if (fits(rest, part.substr(at))) return true;
+  return false;
+}
+
+std::string full_name(const plan::UnitDescription& unit, const plan::ParameterDescription& parameter) {
+  return unit.name.empty() ? parameter.name : unit.name + "." + parameter.name;
+}
+
+// Words of keep_fp32 that stand for many names.
+constexpr const char* norms = "norms";
+constexpr const char* embeddings = "embeddings";
+
+// Whether keep_fp32's `pattern` names a parameter, by its name inside the Unit: what stays in fp32 is alike in all blocks.
+bool is_kept(const std::string& pattern, const plan::UnitDescription& unit, const plan::ParameterDescription& parameter) {
+  if (pattern == norms) return parameter.name.find("norm.") != std::string::npos;
+  // Where it is tied, the root holds the embedding.
+  if (pattern == embeddings) return unit.kind == plan::UnitKind::embedding || unit.kind == plan::UnitKind::root;
+  return names_parameter(pattern, parameter.name);
+}
+
+// A name and every beginning of it that ends at a dot.
+void add_name(std::set<std::string>& names, const std::string& name) {
+  for (auto dot = name.find('.'); dot != std::string::npos; dot = name.find('.', dot + 1)) names.insert(name.substr(0, dot));
+  names.insert(name);
+}
+
+void require_frozen_names(const Config& config, const plan::ModelDescription& model) {
+  for (const auto& pattern : config.train.freeze) {
+    std::set<std::string> names;
+    bool found = false;
+    for (const auto& unit : model.units)
+      for (const auto& parameter : unit.parameters) {
+        found = found || names_parameter(pattern, full_name(unit, parameter));
+        add_name(names, full_name(unit, parameter));
+      }
+    if (found) continue;
+    const std::vector<std::string> all(names.begin(), names.end());
+    const std::string meant = nearest(pattern, all);
+    std::set<std::string> first;  // a hundred blocks are no help
+    for (const auto& name : all) first.insert(name.substr(0, name.find('.')));
+    fail_key(config, "train.freeze",
+             fmt::format("\"{}\" names no parameter of this model{} allowed: names that begin with {}", pattern,
+                         meant.empty() ? ";" : fmt::format("; did you mean \"{}\"?", meant), fmt::join(first, " | ")));
+  }
+}
+
+void require_kept_names(const Config& config, const plan::ModelDescription& model) {
+  for (const auto& pattern : config.train.keep_fp32) {
+    std::set<std::string> names = {norms, embeddings};
+    bool found = false;
+    for (const auto& unit : model.units)
+      for (const auto& parameter : unit.parameters) {
+        found = found || is_kept(pattern, unit, parameter);
+        add_name(names, parameter.name);
+      }
+    if (found) continue;
+    const std::vector<std::string> all(names.begin(), names.end());
+    const std::string meant = nearest(pattern, all);
+    fail_key(config, "train.keep_fp32",
+             fmt::format("\"{}\" names no parameter inside a Unit of this model{} allowed: {}", pattern,
+                         meant.empty() ? ";" : fmt::format("; did you mean \"{}\"?", meant), fmt::join(all, " | ")));
+  }
+}
+
+const char* kind_of(const plan::UnitDescription& unit) {
+  static constexpr const char* kinds[] = {"root", "embedding", "block", "head"};
+  return kinds[static_cast<std::size_t>(unit.kind)];
+}
+
+void require_kinds(const Config& config, const plan::ModelDescription& model) {
+  for (const auto& type : config.layout.wrap_types) {
+    if (std::any_of(model.units.begin(), model.units.end(), [&](const auto& unit) { return type == kind_of(unit); }))
+      continue;
+    fail_key(config, "layout.wrap_types",
+             fmt::format("model.type = \"{}\" has no {}; allowed with it: block | head", config.model.type, type));
+  }
+}
+
+// Whether a Unit's parameters stay in a buffer of their own.
+bool is_wrapped(const plan::UnitDescription& unit, const Config::Layout& layout) {
+  if (layout.wrap == WordOrNumber("all")) return false;
+  const auto& types = layout.wrap_types;
+  if (!types.empty() && std::find(types.begin(), types.end(), kind_of(unit)) == types.end()) return false;
+  const auto* least = std::get_if<std::int64_t>(&layout.wrap);
+  return !least || unit.parameter_elements() >= *least;
+}
+
+}  // namespace
+
+bool names_parameter(std::string_view pattern, std::string_view name) {
+  while (true) {
+    const auto end = pattern.find('.'), stop = name.find('.');
+    if (!fits(pattern.substr(0, end), name.substr(0, stop))) return false;
+    if (end == std::string_view::npos) return true;
+    if (stop == std::string_view::npos) return false;
+    pattern.remove_prefix(end + 1);
+    name.remove_prefix(stop + 1);
+  }
+}
+
+plan::ModelDescription model_of(const Config& config) {
+  auto model = plan::describe(config.model.spec);
+  for (auto& unit : model.units)
+    for (auto& parameter : unit.parameters)
+      for (const auto& pattern : config.train.freeze)
+        if (names_parameter(pattern, full_name(unit, parameter))) parameter.trained = false;
+  return model;
+}
+
+plan::ModelDescription wrapped_model_of(const Config& config) {
+  auto model = model_of(config);
+  if (config.layout.wrap == WordOrNumber("unit") && config.layout.wrap_types.empty()) return model;
+  if (model.units.front().kind != plan::UnitKind::root)
+    model.units.insert(model.units.begin(), {.name = "", .kind = plan::UnitKind::root});
+  auto& root = model.units.front();
+  for (auto& unit : model.units) {
+    if (unit.kind == plan::UnitKind::root || is_wrapped(unit, config.layout)) continue;
+    for (auto& parameter : unit.parameters) {
+      parameter.name = full_name(unit, parameter);
+      unit.shared.push_back(parameter.name);
+      root.parameters.push_back(std::move(parameter));
+    }
+    unit.parameters.clear();
+  }
+  return model;
+}
+
+std::function<bool(const std::string& name)> kept_in_fp32(const Config& config) {
+  if (config.train.keep_fp32.empty()) return {};
+  std::set<std::string> kept;
+  for (const auto& unit : plan::describe(config.model.spec).units)
+    for (const auto& parameter : unit.parameters)
+      for (const auto& pattern : config.train.keep_fp32)
+        if (is_kept(pattern, unit, parameter)) kept.insert({parameter.name, full_name(unit, parameter)});
+  return [kept = std::move(kept)](const std::string& name) { return kept.contains(name); };
+}
+
+void check_selections(const Config& config) {
+  const auto model = model_of(config);
+  require_frozen_names(config, model);
+  require_kept_names(config, model);
+  require_kinds(config, model);
+  const bool trains = std::any_of(model.units.begin(), model.units.end(), [](const plan::UnitDescription& unit) {
+    return std::any_of(unit.parameters.begin(), unit.parameters.end(),
+                       [](const auto& parameter) { return parameter.trained; });
+  });
+  if (!trains) fail_key(config, "train.freeze", "nothing is left to train; allowed: fewer names");
+}
+
+}  // namespace bonfire

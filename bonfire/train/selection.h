@@ -1,0 +1,35 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "bonfire/base/api.h"
+#include "bonfire/plan/model.h"
+#include "bonfire/train/config.h"
+
+// Which parameters and which Units of its model a configuration names. All of it REQUIRES: the model of the configuration is
+// resolved.
+namespace bonfire {
+
+// Whether `pattern` is `name` or a beginning of it that ends at a dot. A * in the pattern stands for any letters between two
+// dots: "blocks.*.attention" names "blocks.3.attention.qkv.weight".
+BONFIRE_API bool names_parameter(std::string_view pattern, std::string_view name);
+
+// The model, with what train.freeze leaves untrained.
+BONFIRE_API plan::ModelDescription model_of(const Config& config);
+
+// The same as layout.wrap and layout.wrap_types cut it: what does not stay together in a buffer of its own belongs to the
+// root. For arithmetic, not for building.
+BONFIRE_API plan::ModelDescription wrapped_model_of(const Config& config);
+
+// Whether forward reads a parameter in fp32 whatever train.precision says (train.keep_fp32); null where it reads none so.
+// The name is that in the model, or only that inside its Unit.
+BONFIRE_API std::function<bool(const std::string& name)> kept_in_fp32(const Config& config);
+
+// Throws ConfigError for a pattern that names nothing, with the nearest name, where nothing would be trained, and for a kind
+// of Units that the model does not have.
+BONFIRE_API void check_selections(const Config& config);
+
+}  // namespace bonfire

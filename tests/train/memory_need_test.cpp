@@ -1,0 +1,77 @@
+#include "bonfire/train/memory_need.h"
+
+#include <gtest/gtest.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/train/predict.h"
+#include "tests/train/loop_fixture.h"
+
+namespace bonfire {
+namespace {
+using testing::Loop;
+
+// Deep enough that a few Units are little beside all of them.
+constexpr const char* deep =
+    "[model]\ndim = 64\nlayers = 24\nheads = 2\nvocab = 64\nffn = 256\n[data]\nsequence = 8\nbranching = 4\n[train]\nbatch "
+    "= "
+    "4\n";
+
+Config config_of(std::int64_t ranks, const std::vector<std::string>& overrides) {
+  Config config = parse_config(deep, "a.toml", overrides);
+  resolve(config, ranks);
+  return config;
+}
+
+template <class Call>
+std::string error_of(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(MemoryNeed, TheCapIsComparedWithThePrediction) {
+  const auto needed = predict_memory(config_of(4, {})).total();
+  EXPECT_NO_THROW(require_memory(config_of(4, {})));
+  EXPECT_NO_THROW(require_memory(config_of(4, {fmt::format("run.memory_cap={}", needed)})));
+  const auto tight = config_of(4, {fmt::format("run.memory_cap={}", needed - 1)});
+  EXPECT_THROW(require_memory(tight), ConfigError);
+  const auto error = error_of([&] { require_memory(tight); });
+  for (const std::string& words : {std::string("--set run.memory_cap="), fmt::format("({} bytes)", needed),
+                                   std::string("shard = 2, sharded = \"optimizer\" would fit")})
+    EXPECT_NE(error.find(words), std::string::npos) << words << " is not in: " << error;
+  EXPECT_EQ(error.find('\n'), std::string::npos);
+  // Where what is asked for is sharded already, but not enough.
+  const auto half = error_of([] {
+    require_memory(config_of(4, {"layout.shard=2", "layout.replicate=2", "run.memory_cap=12MiB"}));
+  });
+  EXPECT_NE(half.find("shard = 4, sharded = \"parameters\" would fit"), std::string::npos) << half;
+}
+
+TEST(MemoryNeed, ALayoutIsOneLine) {
+  EXPECT_EQ(layout_line(config_of(4, {})).find("4 replicas, nothing sharded; a rank holds "), 0u);
+  EXPECT_EQ(layout_line(config_of(4, {"layout.replicate=2", "layout.shard=2", "layout.sharded=gradients"}))
+                .find("2 replicas x shard 2 (gradients); a rank holds "),
+            0u);
+}
+
+// The prediction is asked before a run starts; what it has missed, the allocator catches.
+TEST_F(Loop, AnAllocationThatIsRefusedSaysWhatIsNeeded) {
+  const auto outcome = run("llama", 1, {"run.memory_cap=100KiB"});
+  for (const char* words :
+       {"out of memory: ", "would pass the cap of 100.00 KiB", "was predicted to need", "bytes) on each rank"})
+    EXPECT_NE(outcome.error.find(words), std::string::npos) << words << " is not in: " << outcome.error;
+  EXPECT_EQ(outcome.error.find('\n'), std::string::npos);
+  EXPECT_EQ(run("llama", 1, {"run.memory_cap=100MiB"}).metrics.size(), 4u);
+  EXPECT_EQ(run("llama", 1).metrics.size(), 4u) << "the cap ends with its run";
+
+  const auto advice = error_of([] { fail_for_memory(config_of(4, {}), "1 B too many"); });
+  EXPECT_NE(advice.find("out of memory: 1 B too many; layout.shard = 1"), std::string::npos) << advice;
+  EXPECT_NE(advice.find("layout.shard = 2 with layout.sharded = \"optimizer\" would need less"), std::string::npos)
+      << advice;
+}
+
+}  // namespace
+}  // namespace bonfire
