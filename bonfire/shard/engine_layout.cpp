@@ -69,8 +69,10 @@ void Engine::State::find_parameters(torch::nn::Module& module) {
     const auto prepared = prepared_in(groups[group]);
     for (const auto& member : groups[group].members) {
       // There is one place for a hook, and taking it from its owner would silence that one.
-      require(!torch::autograd::impl::post_acc_grad_hooks(member.parameter),
-              "parameter '{}' has a gradient hook already: of another Engine, or of yours", member.name);
+      // A tensor that never needed a gradient cannot even be asked.
+      const bool hooked = torch::autograd::impl::get_autograd_meta(member.parameter) &&
+                          torch::autograd::impl::post_acc_grad_hooks(member.parameter);
+      require(!hooked, "parameter '{}' has a gradient hook already: of another Engine, or of yours", member.name);
       auto own = member.parameter.scalar_type();
       auto compute = settings.compute_type(member.name, member.parameter, own);
       bool trained = member.parameter.requires_grad();
