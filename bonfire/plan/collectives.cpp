@@ -62,11 +62,17 @@ class List {
     add(CollectiveKind::reduce_scatter, Axis::shard, elements * bytes_of(layout_.reduction), layout_.shard);
     if (event.microbatch + 1 < layout_.microbatches) return;
     switch (layout_.compression) {
-      case Compression::none: return across(elements / layout_.shard * bytes_of(layout_.gradient));
+      case Compression::none: return regions_across(flats_[event.index], bytes_of(layout_.gradient));
       case Compression::bf16:
-      case Compression::fp16: return across(elements / layout_.shard * 2);
+      case Compression::fp16: return regions_across(flats_[event.index], 2);
       case Compression::powersgd: return across(left_[event.index] * bytes_of(layout_.gradient));
     }
+  }
+
+  // A rank's shares of two regions do not lie side by side.
+  void regions_across(const FlatLayout& flat, std::int64_t element_bytes) {
+    for (const auto& region : flat.regions)
+      if (region.trained) across(region.elements / layout_.shard * element_bytes);
   }
 
   void across(std::int64_t bytes) { add(CollectiveKind::all_reduce, Axis::replicate, bytes, layout_.replicate); }

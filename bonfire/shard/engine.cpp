@@ -1,5 +1,6 @@
 #include "bonfire/shard/engine.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -28,7 +29,13 @@ at::Tensor FlatSink::buffer(bool& fresh) {
 
 void Engine::State::begin_backward(bool is_last) {
   if (!residency) follow_freezing();
+  require(spent || !complete || factors.optimizer == factors.gradients,
+          "a second Engine::backward before the gradients of the first were used: with {} sharded, ranks hold only their "
+          "share of "
+          "these; call Engine::accumulate for all but the last",
+          plan::name_of(options.what));
   last = is_last;
+  complete = false;
   // Gradients that are kept as shares are reduced in every microbatch.
   reducing = last || factors.gradients > 1;
   for (auto& flat : flats)
@@ -49,6 +56,22 @@ void Engine::State::begin_backward(bool is_last) {
   next = 0;
   running = true;
   reducer->begin(flats, last);
+  if (joining) missing.assign(flats.size(), 0);
+  if (!settings.comes_and_goes() || joining) return;
+  // Units that were not used are ready, on a rank that others may be waiting for.
+  for (std::size_t at = 0; at < flats.size(); ++at)
+    if (!residency->expects_backward(*flats[at])) missing[at] = 0;
+  if (reducing) launch_ready();
+}
+
+// A Unit's backward has ended, whether or not all of its parameters were used.
+void Engine::State::backward_ended(const FlatParameter& flat) {
+  if (!running || !reducing) return;
+  const auto at = static_cast<std::size_t>(
+      std::find_if(flats.begin(), flats.end(), [&](const auto& other) { return other.get() == &flat; }) - flats.begin());
+  if (std::exchange(missing[at], 0) == 0) return;
+  finished_groups.push_back(order[at]);
+  launch_ready();
 }
 
 // Stream: the one of the backward operation that made the gradient.
@@ -59,6 +82,9 @@ void Engine::State::arrive(Parameter& parameter, const at::Tensor& tensor) {
           "of loss.backward()",
           parameter.name);
   auto& flat = *flats[parameter.flat];
+  require(!reducer->launched(parameter.flat),
+          "the gradient of '{}' came after the backward of its Unit had ended: is it used outside of its Unit's forward?",
+          parameter.name);
   const auto gradient = tensor.grad();
   if (gradient.defined()) {
     const at::NoGradGuard no_grad;
@@ -86,15 +112,28 @@ at::Tensor Engine::State::sink_buffer(Parameter& parameter, bool& fresh) {
 
 // Buckets are reduced in one order on all ranks, whatever the order in which they get ready here.
 void Engine::State::launch_ready() {
-  while (next < flats.size() && missing[next] == 0) reducer->launch(next++);
+  while (next < flats.size() && missing[next] == 0) {
+    if (settings.comes_and_goes()) residency->leave_out(*flats[next]);
+    reducer->launch(next++);
+  }
 }
 
 void Engine::State::end_backward() {
   running = false;
+  if (reducing && settings.comes_and_goes()) {
+    // Nothing comes any more. Others may wait for what this rank has left out, or for its word on the next gather.
+    if (!residency->follows_course()) reducer->hurry();
+    missing.assign(flats.size(), 0);
+    launch_ready();
+  }
   if (residency) residency->end_pass();
-  if (!reducing) return;
-  reducer->end();
+  if (reducing) reducer->end();
+  end_step();
+}
+
+void Engine::State::end_step() {
   if (!last) return;
+  complete = true;
   for (auto& parameter : parameters) {
     if (!parameter.trained) continue;
     const auto& flat = *flats[parameter.flat];
@@ -131,27 +170,41 @@ void Engine::State::broadcast_buffers() {
   });
 }
 
-void Engine::State::scale_gradients(double factor) {
+void Engine::State::scale_gradients() {
+  const double factor = mesh.group(Axis::data).size() / active;
   if (factor == 1) return;
   const at::NoGradGuard no_grad;
   for (auto& flat : flats)
     for (auto& share : flat->trained()) share.gradient.mul_(factor);
 }
 
-void Engine::State::run_backward(const at::Tensor& loss, bool is_last) {
+void Engine::State::run_backward(const at::Tensor& loss, bool is_last, const BackwardOptions& how) {
+  for (const auto& flat : flats) flat->require_intact();
+  if (residency) residency->begin_backward(how.retain_graph);
+  announce_backward(is_last);
   begin_backward(is_last);
   {
     const TraceScope span(options.trace, "backward", "compute", "compute");
     try {
-      loss.backward();
+      loss.backward(/*gradient=*/{}, how.retain_graph);
     } catch (...) {
-      running = false;
-      if (residency) residency->abandon_pass();
+      abandon_backward();
       throw;
     }
   }
   const TraceScope span(options.trace, "wait for reductions", "wait", "compute");
   end_backward();
+}
+
+void Engine::State::abandon_backward() {
+  running = false;
+  spent = true;
+  try {
+    if (residency) residency->abandon_pass();
+    reducer->abandon();
+  } catch (const std::exception&) {
+    // The first error says more.
+  }
 }
 
 Engine::Engine(const Mesh& mesh, torch::nn::Module& module, ShardOptions options)
@@ -160,27 +213,11 @@ Engine::~Engine() = default;
 Engine::Engine(Engine&&) noexcept = default;
 Engine& Engine::operator=(Engine&&) noexcept = default;
 
-void Engine::accumulate(const at::Tensor& loss) { state_->run_backward(loss, false); }
+void Engine::accumulate(const at::Tensor& loss, const BackwardOptions& how) { state_->run_backward(loss, false, how); }
 
-void Engine::backward(const at::Tensor& loss) {
-  const Group& all = state_->mesh.group(Axis::data);
-  const double active = state_->options.uneven_inputs ? all.sum(1) : all.size();
-  state_->run_backward(loss, true);
-  state_->scale_gradients(all.size() / active);
-}
-
-void Engine::finish(const std::function<void()>& step) {
-  require(state_->options.uneven_inputs, "Engine::finish needs the option uneven_inputs, so that the other ranks expect it");
-  const Group& all = state_->mesh.group(Axis::data);
-  while (true) {
-    const double active = all.sum(0);
-    if (active == 0) return;
-    state_->spent = true;
-    state_->begin_backward(true);
-    state_->end_backward();
-    state_->scale_gradients(all.size() / active);
-    step();
-  }
+void Engine::backward(const at::Tensor& loss, const BackwardOptions& how) {
+  state_->run_backward(loss, true, how);
+  state_->scale_gradients();
 }
 
 void Engine::spend_gradients(const GradientUse& use) {
@@ -202,7 +239,8 @@ struct Engine::FullParameters::Stay {
 
   State* state;
   bool write;
-  BufferPool pool;  // lives for the stay only
+  BufferPool pool;                   // lives for the stay only
+  std::vector<FlatParameter*> came;  // were not in before
 };
 
 Engine::FullParameters::FullParameters(std::unique_ptr<Stay> stay) : stay_(std::move(stay)) {}
@@ -211,13 +249,18 @@ Engine::FullParameters::~FullParameters() {
   if (!stay_) return;
   for (auto& flat : stay_->state->flats) {
     if (stay_->write) flat->take_values();
-    flat->let_go();
+    flat->unpin();
   }
+  for (auto* flat : stay_->came) flat->let_go();
 }
 
 Engine::FullParameters Engine::full_parameters(bool write) {
   auto stay = std::make_unique<FullParameters::Stay>(*state_, write);
-  for (auto& flat : state_->flats) flat->bring_in(stay->pool, state_->mesh.gathers(), -1);
+  for (auto& flat : state_->flats) {
+    if (!flat->present()) stay->came.push_back(flat.get());
+    flat->bring_in(stay->pool, {.group = state_->mesh.gathers()});
+    flat->pin();
+  }
   for (auto& flat : state_->flats) flat->await();
   return FullParameters(std::move(stay));
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -78,9 +79,16 @@ struct ShardOptions {
   // Units may run in an order, or a number, that differs between ranks or steps at random: every gather is agreed on first.
   // Without it that is done in the first step and whenever a rank needs what the order of the first one does not have.
   bool negotiate_order = false;
+  // How long a host waits for other ranks to reduce what it has before it goes on with more memory: they may wait for it,
+  // where they run Units in another order.
+  std::chrono::milliseconds patience{5000};
   bool debug = false;  // tensors that pass a seam are checked: none may lie in a parameter whose memory is out
   Log log{};
   Trace* trace = nullptr;
+};
+
+struct BackwardOptions {
+  bool retain_graph = false;  // there will be another backward through the same forward
 };
 
 // Data parallelism over one module. Parameters stay the user's own tensors; backward goes through here, so that gradients
@@ -93,11 +101,11 @@ class BONFIRE_API Engine {
   Engine& operator=(Engine&&) noexcept;
 
   // Adds the gradients of `loss` to those accumulated so far: for all microbatches of a step but the last. Collective where
-  // gradients are kept as shares; otherwise without communication.
-  void accumulate(const at::Tensor& loss);
+  // gradients or parameters are kept as shares; otherwise without communication.
+  void accumulate(const at::Tensor& loss, const BackwardOptions& how = {});
   // The same for the last microbatch, or the only one: afterwards gradients are the average over the ranks of what each has
-  // accumulated. Collective.
-  void backward(const at::Tensor& loss);
+  // accumulated. Collective. Where it throws, on all ranks alike, the gradients of the step are lost.
+  void backward(const at::Tensor& loss, const BackwardOptions& how = {});
   // For a rank that has run out of data (`uneven_inputs`): takes part in the others' steps until they end too, calling
   // `step` (normally the optimizer's) after each, so that its parameters stay equal. Gradients are averaged over the ranks
   // that still had data. Collective.

@@ -39,10 +39,13 @@ Engine::State::State(const Mesh& on, torch::nn::Module& module, ShardOptions ask
     : settings(on, std::move(asked)),
       pool(module.parameters().empty() ? at::Device(at::kCPU) : module.parameters().front().device()) {
   reduction = options.hook ? options.hook : make_reduction(mesh.group(Axis::replicate), settings.over_replicas());
-  reducer.emplace(
-      pool.device(), reduction,
-      ReducerOptions{
-          .shard = mesh.group(Axis::shard), .wire = settings.wire, .whole_gradients = settings.whole_gradients()});
+  reducer.emplace(pool.device(), reduction,
+                  ReducerOptions{.shard = mesh.group(Axis::shard),
+                                 .wire = settings.wire,
+                                 .whole_gradients = settings.whole_gradients(),
+                                 .replicated = mesh.group(Axis::replicate).size() > 1,
+                                 .must_go_on = [this] { return residency && !joining && residency->ranks_differ(); },
+                                 .patience = options.patience});
   find_parameters(module);
   start_equal();
 
@@ -133,13 +136,16 @@ void Engine::State::install(torch::nn::Module& module) {
           tensor, std::make_unique<ArrivalHook>([this, &parameter](const at::Tensor& of) { arrive(parameter, of); }));
     parameter.sink = std::make_shared<FlatSink>(parameter.tensor,
                                                 [this, &parameter](bool& fresh) { return sink_buffer(parameter, fresh); });
-    set_gradient_sink(module, parameter.name, parameter.sink);
+    // Layers add what they compute in, or two-byte numbers to fp32. Anything else goes through autograd.
+    const auto type = settings.whole_gradient_type(parameter.master);
+    if (type == parameter.compute || (type == at::kFloat && c10::elementSize(parameter.compute) == 2))
+      set_gradient_sink(module, parameter.name, parameter.sink);
   }
   const auto& precision = options.precision;
   if (!settings.comes_and_goes() && !precision.outputs && !precision.keep) return;
 
   ResidencyOptions how{.gathers = mesh.gathers(),
-                       .free_after_forward = options.reshard_after_forward.free,
+                       .free_after_forward = options.reshard_after_forward.free && options.reshard_after_forward.ranks != 1,
                        .prefetch = options.prefetch,
                        .prefetch_before_reduction = options.backward_prefetch == BackwardPrefetch::before_reduction,
                        .negotiate = options.negotiate_order,
@@ -147,7 +153,12 @@ void Engine::State::install(torch::nn::Module& module) {
                        .inputs = precision.parameters,
                        .outputs = precision.outputs,
                        .log = options.log,
-                       .before_pass = [this] { follow_freezing(); }};
+                       .before_pass =
+                           [this](bool differentiates) {
+                             announce_pass(differentiates);
+                             follow_freezing();
+                           },
+                       .backward_ended = [this](const FlatParameter& flat) { backward_ended(flat); }};
   if (options.reshard_after_forward.ranks > 1) how.kept = mesh.shard_subgroup(options.reshard_after_forward.ranks);
   residency = std::make_shared<Residency>(pool, host, std::move(how));
   for (const auto& group : groups)
@@ -306,7 +317,10 @@ void Engine::State::follow_freezing() {
     parameter.trained = !parameter.trained;
     changed = true;
   }
-  if (changed) lay_out(order);
+  if (!changed) return;
+  lay_out(order);
+  // Backward may have to go further than before, or less far.
+  if (residency) residency->forget_courses();
 }
 
 // All ranks take rank 0's order, once.

@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bonfire/nn/gradient_slots.h"
@@ -72,13 +73,29 @@ struct Engine::State {
 
   // --- One backward (engine.cpp).
   void begin_backward(bool last);
+  void backward_ended(const FlatParameter& flat);
   void arrive(Parameter& parameter, const at::Tensor& tensor);
   at::Tensor sink_buffer(Parameter& parameter, bool& fresh);
   void launch_ready();
   void end_backward();
-  void run_backward(const at::Tensor& loss, bool last);
+  void run_backward(const at::Tensor& loss, bool last, const BackwardOptions& how);
+  void abandon_backward();
+  void end_step();
   void broadcast_buffers();
-  void scale_gradients(double factor);
+  // Averages are over the ranks that had data.
+  void scale_gradients();
+
+  // --- Uneven inputs (uneven.cpp).
+  // Two numbers, summed over all ranks. Collective.
+  struct Announcement {
+    at::Tensor values;
+    Work work;
+    std::pair<double, double> heard();
+  };
+  Announcement announce(double first, double second) const;
+  void announce_pass(bool differentiates);
+  void announce_backward(bool is_last);
+  bool join_others();
 
   const ShardSettings settings;
   const Mesh& mesh = settings.mesh;
@@ -99,6 +116,7 @@ struct Engine::State {
   std::vector<std::size_t> order;  // of the groups, as backward finishes them
   std::int64_t version = 0;
   bool spent = false;
+  bool complete = false;  // the gradients are those of a whole step, and not spent
   std::vector<Work> refreshes;
 
   // Of the backward that is running.
@@ -108,6 +126,8 @@ struct Engine::State {
   std::vector<std::size_t> finished_groups;   // in order of arrival
   std::size_t next = 0;                       // the first flat that was not launched
   bool learned = false;
+  double active = 1;     // ranks that had data for it
+  bool joining = false;  // this one has none any more
 };
 
 }  // namespace bonfire

@@ -88,23 +88,29 @@ FlatParameter::~FlatParameter() {
   if (!always_present_) storage_.set_data_ptr_noswap(nothing(storage_.device()));
 }
 
-void FlatParameter::bring_in(BufferPool& pool, const Group& gathers, std::int64_t place) {
+void FlatParameter::bring_in(BufferPool& pool, const Source& source) {
   if (present_) return;
-  memory_ = pool.borrow(layout_.bytes, place);
+  require(!source.kept || kept_, "'{}' is to be gathered from what was kept of it, and nothing was",
+          layout_.segments.front().name);
+  memory_ = pool.borrow(layout_.bytes, source.place);
   storage_.set_data_ptr_noswap({memory_->data(), storage_.device()});
   present_ = true;
-  gather_ = gather_into(memory_->bytes(layout_.bytes), kept_ ? kept_group_ : gathers);
+  if (source.kept) gathering_ = std::exchange(kept_, nullptr);
+  gather_ = gather_into(memory_->bytes(layout_.bytes), source.group,
+                        source.kept ? gathering_->bytes(layout_.bytes / source.group.size()) : shard_);
 }
 
-void FlatParameter::take_part(BufferPool& pool, const Group& gathers) {
+void FlatParameter::take_part(BufferPool& pool, const Source& source) {
   if (always_present_) return;
+  await();
   const auto scratch = pool.borrow(layout_.bytes);
-  gather_into(scratch->bytes(layout_.bytes), kept_ ? kept_group_ : gathers).wait();
+  const auto part = source.kept ? part_among(pool, source.group) : nullptr;
+  gather_into(scratch->bytes(layout_.bytes), source.group, part ? part->bytes(layout_.bytes / source.group.size()) : shard_)
+      .wait();
 }
 
-Work FlatParameter::gather_into(const at::Tensor& whole, const Group& group) {
+Work FlatParameter::gather_into(const at::Tensor& whole, const Group& group, const at::Tensor& source) {
   const at::NoGradGuard no_grad;
-  const auto source = kept_ ? kept_->bytes(layout_.bytes / group.size()) : shard_;
   std::vector<Transfer> transfers;
   for (const auto& region : layout_.regions) {
     const auto bytes = region.bytes(), share = bytes / group.size();
@@ -122,20 +128,19 @@ Work FlatParameter::gather_into(const at::Tensor& whole, const Group& group) {
 void FlatParameter::await() {
   gather_.wait();
   gather_ = {};
-  if (present_) kept_.reset();
+  gathering_.reset();
 }
 
 void FlatParameter::let_go() {
-  if (always_present_ || !present_) return;
+  if (always_present_ || !present_ || pins_ > 0) return;
   await();
   storage_.set_data_ptr_noswap(nothing(storage_.device()));
   memory_.reset();
   present_ = false;
 }
 
-void FlatParameter::let_go_to(BufferPool& pool, const Group& group) {
-  if (always_present_ || !present_) return;
-  await();
+// This rank's part of the whole among `group`.
+std::shared_ptr<PoolBuffer> FlatParameter::part_among(BufferPool& pool, const Group& group) {
   const at::NoGradGuard no_grad;
   auto kept = pool.borrow(layout_.bytes / group.size());
   const auto whole = memory_->bytes(layout_.bytes), part = kept->bytes(layout_.bytes / group.size());
@@ -143,9 +148,14 @@ void FlatParameter::let_go_to(BufferPool& pool, const Group& group) {
     const auto share = region.bytes() / group.size();
     part.narrow(0, region.begin / group.size(), share).copy_(whole.narrow(0, region.begin + share * group.rank(), share));
   }
+  return kept;
+}
+
+void FlatParameter::let_go_to(BufferPool& pool, const Group& group) {
+  if (always_present_ || !present_) return;
+  await();
+  kept_ = part_among(pool, group);
   let_go();
-  kept_ = std::move(kept);
-  kept_group_ = group;
 }
 
 Work FlatParameter::refresh(const Group& shard) {
@@ -175,6 +185,11 @@ void FlatParameter::take_values() {
     held_[at].copy_(regions_[at].narrow(0, kept.begin, kept.length));
   }
   values_changed();
+}
+
+void FlatParameter::values_changed() {
+  ++generation_;
+  for (const auto& parameter : parameters_) parameter.unsafeGetTensorImpl()->bump_version();
 }
 
 void FlatParameter::open_gradients(BufferPool& pool) {

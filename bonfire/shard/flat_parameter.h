@@ -62,18 +62,27 @@ class BONFIRE_API FlatParameter {
 
   // --- What forward reads. Memory may be read only while it is in.
   bool present() const { return present_; }
+  // Where a gather comes from: the ranks of a group, each with the share that it always holds, or with what it has kept.
+  struct Source {
+    Group group{};
+    bool kept = false;
+    std::int64_t place = -1;  // see BufferPool::borrow
+  };
   // The whole buffer comes in, in memory of the pool (which must outlive the stay), filled by a gather that has only begun.
   // Nothing to do where it is always in.
-  void bring_in(BufferPool& pool, const Group& gathers, std::int64_t place);
+  void bring_in(BufferPool& pool, const Source& source);
   // Stream: the current one waits until the gather has ended.
   void await();
   // The memory goes out. Stream: work of the current stream that reads it may still run; the pool knows.
   void let_go();
-  // A gather that others need and this rank does not: into memory that is given back at once.
-  void take_part(BufferPool& pool, const Group& gathers);
+  // A gather that others need and this rank does not, since it has the whole: into memory that is given back at once.
+  void take_part(BufferPool& pool, const Source& source);
   // Between forward and backward only this rank's part among `group` is kept, to gather from it: a smaller group.
   void let_go_to(BufferPool& pool, const Group& group);
   void forget_kept() { kept_.reset(); }
+  // While it is pinned, the memory does not go out.
+  void pin() { ++pins_; }
+  void unpin() { --pins_; }
   // The whole of a region; REQUIRES: present().
   at::Tensor region(std::size_t index) const { return regions_[index]; }
   // This rank's own part of a region, always held.
@@ -105,15 +114,16 @@ class BONFIRE_API FlatParameter {
   bool share_written() const { return share_written_; }
   void set_share_written(bool written) { share_written_ = written; }
 
-  // Counts the changes of the values: noted at forward and compared at backward.
+  // Counts the changes of the values: noted at forward and compared at backward. Autograd counts them too.
   std::int64_t generation() const { return generation_; }
-  void values_changed() { ++generation_; }
+  void values_changed();
 
   // Names the first parameter whose shape, dtype or storage is no longer what it was made.
   void require_intact() const;
 
  private:
-  Work gather_into(const at::Tensor& whole, const Group& group);
+  Work gather_into(const at::Tensor& whole, const Group& group, const at::Tensor& source);
+  std::shared_ptr<PoolBuffer> part_among(BufferPool& pool, const Group& group);
 
   plan::FlatLayout layout_;
   FlatOptions options_;
@@ -126,8 +136,9 @@ class BONFIRE_API FlatParameter {
   std::vector<char> written_;
   bool always_present_ = false, keeps_gradients_ = false;  // where nothing is divided
   bool share_written_ = false, gradients_open_ = false, present_ = false;
-  std::shared_ptr<PoolBuffer> memory_, gradient_memory_, kept_;
-  Group kept_group_;  // where the next gather comes from, if not from the shards
+  int pins_ = 0;
+  std::shared_ptr<PoolBuffer> memory_, gradient_memory_;
+  std::shared_ptr<PoolBuffer> kept_, gathering_;  // parts to gather from among fewer ranks; being gathered from
   Work gather_;
   std::int64_t generation_ = 0;
 };

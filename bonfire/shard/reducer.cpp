@@ -1,5 +1,7 @@
 #include "bonfire/shard/reducer.h"
 
+#include <algorithm>
+#include <thread>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -16,13 +18,33 @@ bool same_memory(const at::Tensor& a, const at::Tensor& b) {
 void Reducer::begin(Flats& flats, bool last) {
   flats_ = &flats;
   last_ = last;
+  patient_ = true;
   launched_.assign(flats.size(), false);
 }
 
 void Reducer::open(FlatParameter& flat) {
   if (flat.gradients_open()) return;
-  while (flights_.size() >= options_.whole_gradients) land_front();
+  make_room();
   flat.open_gradients(pool_);
+}
+
+void Reducer::make_room() {
+  while (flights_.size() >= options_.whole_gradients && front_will_land()) land_front();
+}
+
+// Others may need something of this rank before they can reduce what it waits for: where ranks run Units in different
+// orders, to wait for each other without end is what must not be.
+bool Reducer::front_will_land() {
+  if (!pool_.device().is_cpu()) return true;
+  if (options_.must_go_on && options_.must_go_on()) patient_ = false;
+  const auto until = std::chrono::steady_clock::now() + options_.patience;
+  auto nap = std::chrono::microseconds(20);
+  while (patient_ && !flights_.front().landed && !flights_.front().work.done()) {
+    if (std::chrono::steady_clock::now() > until) patient_ = false;
+    std::this_thread::sleep_for(nap);
+    nap = std::min(nap * 2, std::chrono::microseconds(1000));
+  }
+  return flights_.front().landed || flights_.front().work.done();
 }
 
 void Reducer::launch(std::size_t bucket) {
@@ -31,6 +53,8 @@ void Reducer::launch(std::size_t bucket) {
   if (!flat.layout().any_trained()) return;
   const at::NoGradGuard no_grad;
   open(flat);
+  // Where gradients are kept whole, those on their way take memory of the backend's.
+  if (options_.shard.size() > 1) make_room();
   for (std::size_t at = 0; at < flat.layout().segments.size(); ++at) {
     if (!flat.layout().trained(at) || flat.written(at)) continue;
     // Not used in this step: it contributes nothing to the average.
@@ -65,9 +89,14 @@ at::Tensor Reducer::on_wire(Flight& flight, const at::Tensor& whole) {
   return rounded;
 }
 
+// Memory stays with its flight until another one needs it: how much of it there is must not depend on who is faster.
 void Reducer::progress() {
-  if (!pool_.device().is_cpu()) return;
-  while (!flights_.empty() && flights_.front().work.done()) land_front();
+  if (!pool_.device().is_cpu() || !options_.replicated) return;
+  for (auto& flight : flights_) {
+    if (!flight.landed && !flight.work.done()) break;
+    if (!flight.landed) land(flight);
+  }
+  while (!flights_.empty() && flights_.front().landed && flights_.front().memory.empty()) flights_.pop_front();
 }
 
 void Reducer::land(Flight& flight) {
@@ -96,16 +125,28 @@ void Reducer::land_front() {
   flights_.pop_front();
 }
 
+void Reducer::land_all() {
+  while (!flights_.empty()) land_front();
+  side_.join();
+}
+
 void Reducer::end() {
   for (std::size_t at = 0; at < launched_.size(); ++at)
     if (!launched_[at]) launch(at);
-  while (!flights_.empty()) land_front();
-  side_.join();
+  land_all();
   if (!last_) return;
   const at::NoGradGuard no_grad;
   for (const auto stage : {&Reduction::advance, &Reduction::end})
     for (std::size_t at = 0; at < flats_->size(); ++at)
       if ((*flats_)[at]->layout().any_trained()) ((*replicas_).*stage)(at, *(*flats_)[at]);
+}
+
+void Reducer::abandon() {
+  land_all();
+  for (const auto stage : {&Reduction::advance, &Reduction::end})
+    for (std::size_t at = 0; at < flats_->size(); ++at)
+      if (last_ && launched_[at] && (*flats_)[at]->layout().any_trained()) ((*replicas_).*stage)(at, *(*flats_)[at]);
+  for (auto& flat : *flats_) flat->close_gradients();
 }
 
 }  // namespace bonfire

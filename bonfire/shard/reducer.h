@@ -1,6 +1,8 @@
 #pragma once
 
+#include <chrono>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -17,6 +19,11 @@ struct ReducerOptions {
   Group shard{};                         // among whom gradients are scattered
   std::optional<at::ScalarType> wire{};  // what they travel in, where that is not what they are kept in
   std::size_t whole_gradients = 2;       // of them at most, written or on their way, exist at a time
+  bool replicated = true;                // what is scattered has to be averaged over replicas, the sooner the better
+  // More than that may: other ranks are known to wait for this one.
+  std::function<bool()> must_go_on{};
+  // A host that has waited so long for others to reduce what it has believes the same for the rest of the backward.
+  std::chrono::milliseconds patience{5000};
 };
 
 // Turns whole gradients into the averages of this rank's shares, in one order on all ranks, while backward goes on:
@@ -30,14 +37,19 @@ class Reducer {
 
   // A backward begins. `last`: of its step, so that replicas are averaged too.
   void begin(Flats& flats, bool last);
+  bool launched(std::size_t bucket) const { return launched_[bucket]; }
   // The memory for whole gradients of a flat parameter. May wait for an earlier reduction: on a GPU the stream does.
   void open(FlatParameter& flat);
   // All gradients of flat parameter `bucket` have arrived.
   void launch(std::size_t bucket);
+  // Nothing waits for other ranks any more in this backward but end().
+  void hurry() { patient_ = false; }
   // What has arrived meanwhile is taken a step further. Never waits.
   void progress();
   // Collective: launches what was not, and waits for all.
   void end();
+  // Backward threw, on all ranks at the same place: ends what was launched, and forgets the rest.
+  void abandon();
 
   const BufferPool& pool() const { return pool_; }
 
@@ -52,13 +64,16 @@ class Reducer {
   at::Tensor on_wire(Flight& flight, const at::Tensor& whole);
   void land(Flight& flight);
   void land_front();
+  void land_all();
+  bool front_will_land();
+  void make_room();
 
   BufferPool pool_;
   SideStream side_;
   std::shared_ptr<Reduction> replicas_;
   ReducerOptions options_;
   Flats* flats_ = nullptr;
-  bool last_ = true;
+  bool last_ = true, patient_ = true;
   std::vector<char> launched_;
   std::deque<Flight> flights_;
 };

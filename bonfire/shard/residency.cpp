@@ -25,6 +25,7 @@ void Residency::set_units(const std::vector<Home>& homes) {
   require(pass_ == Pass::none, "parameters cannot be laid out anew between forward and backward");
   units_.clear();
   index_.clear();
+  graphs_.resize(homes.size());
   gathers_ = false;
   for (const auto& home : homes) {
     gathers_ = gathers_ || home.flat;
@@ -36,14 +37,21 @@ void Residency::set_units(const std::vector<Home>& homes) {
 void Residency::before_forward(UnitSeam& seam, std::vector<at::Tensor>& inputs) {
   const HostClock::Scope timed(host_);
   const std::size_t unit = index_of(seam);
-  const bool differentiates = at::GradMode::is_enabled();
-  begin_pass(differentiates ? Pass::training : Pass::evaluation);
   if (options_.debug) check_memory(inputs, units_[unit]);
+  begin_pass(at::GradMode::is_enabled());
   ++depth_;
-  auto use = std::make_shared<Use>(Use{.unit = unit});
-  forwards_.push_back(use);
+  forwards_.push_back(std::make_shared<Use>(Use{.unit = unit}));
+  try {
+    before(unit, inputs, forwards_.back());
+  } catch (...) {
+    end_forward_early();
+    throw;
+  }
+}
+
+void Residency::before(std::size_t unit, std::vector<at::Tensor>& inputs, const std::shared_ptr<Use>& use) {
   cast(inputs, options_.inputs);
-  if (differentiates && units_[unit].home.flat)
+  if (at::GradMode::is_enabled() && units_[unit].home.flat)
     put_gate(inputs, [weak = weak_from_this(), use] {
       if (const auto self = weak.lock()) self->leave_backward(*use);
     });
@@ -56,33 +64,64 @@ void Residency::before_forward(UnitSeam& seam, std::vector<at::Tensor>& inputs) 
 
 void Residency::after_forward(UnitSeam& seam, std::vector<at::Tensor>& outputs) {
   const HostClock::Scope timed(host_);
-  const std::size_t unit = index_of(seam);
-  const auto use = forwards_.back();
+  try {
+    after(index_of(seam), outputs, forwards_.back());
+  } catch (...) {
+    end_forward_early();
+    throw;
+  }
   forwards_.pop_back();
+  if (--depth_ == 0 && pass_ == Pass::evaluation) end_pass();
+}
+
+void Residency::after(std::size_t unit, std::vector<at::Tensor>& outputs, const std::shared_ptr<Use>& use) {
   if (options_.debug) check_memory(outputs, units_[unit]);
   if (depth_ == 1) cast(outputs, options_.outputs);
   const bool gated =
       units_[unit].home.flat && at::GradMode::is_enabled() && put_gate(outputs, [weak = weak_from_this(), use] {
-        if (const auto self = weak.lock()) self->enter_backward(*use);
+        if (const auto self = weak.lock()) self->enter_backward(use);
       });
   if (gated) {
     ++units_[unit].outstanding;
     uses_.push_back(use);
+    graphs_[unit].push_back(use);
   }
   leave(unit, true);
-  if (--depth_ == 0 && pass_ == Pass::evaluation) end_pass();
 }
 
-void Residency::forward_failed(UnitSeam&) {
-  if (--depth_ <= 0) abandon_pass();
+void Residency::forward_failed(UnitSeam&) { end_forward_early(); }
+
+// The Unit that runs threw. Whoever is around it may catch that and go on.
+void Residency::end_forward_early() {
+  const std::size_t unit = forwards_.back()->unit;
+  forwards_.pop_back();
+  if (--depth_ == 0) return abandon_pass();
+  if (units_[unit].active > 0) leave(unit, true);
 }
 
-void Residency::begin_pass(Pass pass) {
+void Residency::begin_pass(bool differentiates) {
   if (pass_ != Pass::none) return;
-  if (options_.before_pass) options_.before_pass();
-  pass_ = pass;
-  const auto& known = courses_[static_cast<std::size_t>(pass)];
+  if (options_.before_pass) options_.before_pass(differentiates);
+  pass_ = differentiates ? Pass::training : Pass::evaluation;
+  const auto& known = courses_[static_cast<std::size_t>(pass_)];
   course_ = known ? &*known : nullptr;
+}
+
+void Residency::begin_backward(bool retain_graph) {
+  begin_pass(true);
+  retain_graph_ = retain_graph;
+}
+
+bool Residency::expects_backward(const FlatParameter& flat) const {
+  for (std::size_t at = 0; at < units_.size(); ++at)
+    if (units_[at].home.flat == &flat)
+      for (const auto& graph : graphs_[at])
+        if (const auto use = graph.lock(); use && !use->over) return true;
+  return false;
+}
+
+void Residency::forget_courses() {
+  for (auto& course : courses_) course.reset();
 }
 
 void Residency::enter(std::size_t unit, bool ahead) {
@@ -108,35 +147,45 @@ void Residency::leave(std::size_t unit, bool forward) {
   if (done) release(unit, forward && backward_comes);
 }
 
-void Residency::enter_backward(Use& use) {
+void Residency::enter_backward(const std::shared_ptr<Use>& use) {
   const HostClock::Scope timed(host_);
-  begin_pass(Pass::training);
-  const auto& at = units_[use.unit];
+  begin_pass(true);
+  const auto& at = units_[use->unit];
   require(
-      !at.home.flat || use.generation == at.home.flat->generation(),
+      !at.home.flat || use->generation == at.home.flat->generation(),
       "backward of Unit '{}' comes after its parameters have changed (an optimizer step since its forward?): its gradients "
       "would be those of other weights",
       at.home.name);
-  use.running_backward = true;
-  enter(use.unit, options_.prefetch_before_reduction);
+  use->running_backward = true;
+  // Its forward may have been part of an earlier pass.
+  if (std::find(uses_.begin(), uses_.end(), use) == uses_.end()) uses_.push_back(use);
+  enter(use->unit, options_.prefetch_before_reduction);
 }
 
 void Residency::leave_backward(Use& use) {
   const HostClock::Scope timed(host_);
   if (!std::exchange(use.running_backward, false)) return;
-  --units_[use.unit].outstanding;
+  auto& at = units_[use.unit];
+  use.over = !retain_graph_;
+  at.outstanding = std::max(0, at.outstanding - 1);
   leave(use.unit, false);
+  if (options_.backward_ended && at.active == 0 && at.outstanding == 0) options_.backward_ended(*at.home.flat);
   if (!options_.prefetch_before_reduction) look_ahead();
 }
 
 void Residency::release(std::size_t unit, bool backward_comes) {
-  auto& at = units_[unit];
   notes_.released(unit, backward_comes);
+  let_go(unit);
+}
+
+void Residency::let_go(std::size_t unit) {
+  auto& at = units_[unit];
   if (following() && gather_comes_from_kept(unit))
     at.home.flat->let_go_to(pool_, options_.kept);
   else
     at.home.flat->let_go();
   at.entry = -1;
+  at.uses_left = 0;
 }
 
 bool Residency::gather_comes_from_kept(std::size_t unit) const {
@@ -152,19 +201,51 @@ void Residency::look_ahead() {
   const auto& entries = course_->entries;
   while (next_ < entries.size() && static_cast<std::ptrdiff_t>(next_) <= current_ + options_.prefetch) {
     if (units_[entries[next_].unit].home.flat->present()) return;
-    issue(next_++);
+    notes_.gathered(entries[next_].unit);
+    issue_next();
   }
 }
 
-void Residency::issue(std::size_t entry) {
+// Where the Unit is in anyway, the gather is for later uses of it.
+void Residency::issue_next() {
+  constexpr std::int64_t places_of_a_pass = 1 << 20;
+  const std::size_t entry = next_++;
   const auto& what = course_->entries[entry];
   auto& at = units_[what.unit];
-  constexpr std::int64_t places_of_a_pass = 1 << 20;
-  at.home.flat->bring_in(pool_, options_.gathers,
-                         static_cast<std::int64_t>(pass_) * places_of_a_pass + static_cast<std::int64_t>(entry));
-  notes_.gathered(what.unit);
+  auto& flat = *at.home.flat;
+  const bool kept = what.from_kept && options_.kept.size() > 1;
+  const FlatParameter::Source source{
+      .group = kept ? options_.kept : options_.gathers,
+      .kept = kept,
+      .place = static_cast<std::int64_t>(pass_) * places_of_a_pass + static_cast<std::int64_t>(entry)};
+  if (flat.present()) {
+    flat.take_part(pool_, source);
+    at.uses_left += what.uses;
+    return;
+  }
+  flat.bring_in(pool_, source);
   at.entry = static_cast<std::ptrdiff_t>(entry);
   at.uses_left = what.uses;
+}
+
+// A gather that this rank does not need.
+void Residency::pass_by_next() {
+  const std::size_t unit = course_->entries[next_].unit;
+  const bool was_in = units_[unit].home.flat->present();
+  issue_next();
+  if (!was_in) let_go(unit);
+}
+
+void Residency::leave_out(const FlatParameter& flat) {
+  if (!following()) return;
+  const auto& entries = course_->entries;
+  std::size_t end = next_;
+  for (std::size_t at = next_; at < entries.size(); ++at)
+    if (units_[entries[at].unit].home.flat == &flat) end = at + 1;
+  while (next_ < end) {
+    const auto& at = units_[entries[next_].unit];
+    at.active > 0 || expects_backward(*at.home.flat) ? issue_next() : pass_by_next();
+  }
 }
 
 void Residency::need(std::size_t unit) {
@@ -173,60 +254,81 @@ void Residency::need(std::size_t unit) {
     std::size_t turn = next_;
     while (turn < entries.size() && entries[turn].unit != unit) ++turn;
     if (turn < entries.size()) {
-      for (; next_ < turn; ++next_) {
-        const std::size_t other = entries[next_].unit;
-        if (units_[other].home.flat->present()) {
-          units_[other].home.flat->take_part(pool_, options_.gathers);
-        } else {
-          issue(next_);
-          spare(other);
-        }
+      while (next_ <= turn) {
+        notes_.gathered(entries[next_].unit);
+        issue_next();
       }
-      issue(next_++);
       return;
     }
-    options_.log.debug("Unit '{}' is needed once more than in the order of the first step", units_[unit].home.name);
+    if (!std::exchange(warned_of_more_, true) && options_.gathers.rank() == 0)
+      options_.log.warning(
+          "Unit '{}' is needed once more than in the order of the first step; the ranks agree on a new one. Where not all "
+          "of "
+          "them need more, set negotiate_order",
+          units_[unit].home.name);
+    // Whatever each rank has done so far, they begin to agree at the same place.
+    while (next_ < entries.size()) pass_by_next();
     negotiating_ = true;
   }
   negotiate(static_cast<std::ptrdiff_t>(unit));
 }
 
+// Collective: one number of every rank.
+std::vector<std::int64_t> Residency::everyones(std::int64_t mine) const {
+  const at::NoGradGuard no_grad;
+  const auto part = at::full({1}, mine, at::TensorOptions(at::kLong).device(pool_.device()));
+  auto all = at::empty({options_.gathers.size()}, part.options());
+  options_.gathers.all_gather(all, part).wait();
+  const auto said = all.cpu();
+  return {said.const_data_ptr<std::int64_t>(), said.const_data_ptr<std::int64_t>() + said.numel()};
+}
+
 // Collective: all ranks say what they need next (-1: nothing in this pass any more) and gather what the first of them needs,
 // until this rank has what it wants, or nobody wants anything.
 void Residency::negotiate(std::ptrdiff_t wanted) {
-  const auto& group = options_.gathers;
-  const at::NoGradGuard no_grad;
+  const FlatParameter::Source source{.group = options_.gathers};
   while (true) {
-    const auto mine = at::full({1}, wanted, at::TensorOptions(at::kLong).device(pool_.device()));
-    auto all = at::empty({group.size()}, mine.options());
-    group.all_gather(all, mine).wait();
-    const auto said = all.cpu();
-    const std::vector<std::int64_t> wants(said.const_data_ptr<std::int64_t>(),
-                                          said.const_data_ptr<std::int64_t>() + said.numel());
+    const auto wants = everyones(wanted);
     const auto first = std::find_if(wants.begin(), wants.end(), [](std::int64_t want) { return want >= 0; });
     if (first == wants.end()) return;
+    if (std::any_of(wants.begin(), wants.end(), [&](std::int64_t want) { return want != *first; })) differ_ = true;
     const auto other =
         std::find_if(wants.begin(), wants.end(), [&](std::int64_t want) { return want >= 0 && want != *first; });
-    if (other != wants.end() && !std::exchange(disagreed_, true)) {
+    if (other != wants.end()) disagreed_ = true;
+    if (disagreed_ && !options_.negotiate && !std::exchange(warned_of_disagreement_, true) && options_.gathers.rank() == 0) {
       const auto name = [&](std::int64_t want) { return units_[static_cast<std::size_t>(want)].home.name; };
+      const auto rank = [&](const auto& want) {
+        return options_.gathers.world_ranks()[static_cast<std::size_t>(want - wants.begin())];
+      };
       options_.log.warning(
           "ranks disagree about which Unit runs next: '{}' on rank {}, '{}' on rank {}; they gather one after the other, in "
           "the order of the ranks",
-          name(*first), group.world_ranks()[static_cast<std::size_t>(first - wants.begin())], name(*other),
-          group.world_ranks()[static_cast<std::size_t>(other - wants.begin())]);
+          name(*first), rank(first), name(*other), rank(other));
     }
     const auto unit = static_cast<std::size_t>(*first);
     auto& flat = *units_[unit].home.flat;
+    notes_.gathered(unit);
     if (flat.present()) {
-      flat.take_part(pool_, group);
+      flat.take_part(pool_, source);
       continue;
     }
-    flat.bring_in(pool_, group, -1);
-    notes_.gathered(unit);
+    flat.bring_in(pool_, source);
     units_[unit].uses_left = 0;
     if (*first == wanted) return;
     spare(unit);
   }
+}
+
+// Collective: what this pass did becomes the course of those like it, where it was the same on all ranks.
+void Residency::learn_course() {
+  auto course = notes_.course();
+  std::uint64_t digest = course.entries.size();
+  for (const auto& entry : course.entries) digest = digest * 1099511628211u + entry.unit * 2 + entry.from_kept + 1;
+  const auto digests = everyones(static_cast<std::int64_t>(digest));
+  auto& known = courses_[static_cast<std::size_t>(pass_)];
+  known.reset();
+  if (std::count(digests.begin(), digests.end(), digests.front()) == static_cast<std::ptrdiff_t>(digests.size()))
+    known = std::move(course);
 }
 
 // Gathered because others are ahead: kept for its own turn, but not without limit.
@@ -240,15 +342,13 @@ void Residency::spare(std::size_t unit) {
 }
 
 void Residency::end_pass() {
-  begin_pass(Pass::training);
   // Units whose inputs need no gradient end with backward.
   for (const auto& use : uses_) leave_backward(*use);
   if (following()) {
-    for (; next_ < course_->entries.size(); ++next_)
-      units_[course_->entries[next_].unit].home.flat->take_part(pool_, options_.gathers);
+    while (next_ < course_->entries.size()) pass_by_next();
   } else if (gathers_) {
     negotiate(-1);
-    if (!disagreed_ && !options_.negotiate) courses_[static_cast<std::size_t>(pass_)] = notes_.course();
+    if (!options_.negotiate && !disagreed_) learn_course();
   }
   clear_pass();
 }
@@ -267,7 +367,12 @@ void Residency::clear_pass() {
   for (const auto& use : uses_) use->running_backward = false;
   pass_ = Pass::none;
   course_ = nullptr;
-  negotiating_ = disagreed_ = false;
+  for (auto& graphs : graphs_)
+    std::erase_if(graphs, [](const auto& graph) {
+      const auto use = graph.lock();
+      return !use || use->over;
+    });
+  negotiating_ = disagreed_ = differ_ = retain_graph_ = false;
   current_ = -1;
   next_ = 0;
   notes_ = {};

@@ -29,7 +29,9 @@ struct ResidencyOptions {
   std::optional<at::ScalarType> inputs{};   // floating-point arguments of Units are cast to it
   std::optional<at::ScalarType> outputs{};  // and results of the outermost one to this
   Log log{};
-  std::function<void()> before_pass{};
+  std::function<void(bool differentiates)> before_pass{};
+  // The backward of every use of a Unit has ended: what has not come of its gradients will not come.
+  std::function<void(const FlatParameter& flat)> backward_ended{};
 };
 
 // Which Units' memory is in, and when: brings it in before a Unit runs, forward or backward, ahead of time where the order
@@ -37,8 +39,10 @@ struct ResidencyOptions {
 // gradients of parameters.
 //
 // All ranks issue the same gathers in the same order. In a pass without a course they agree on every gather before it
-// begins; from then on they follow the course, each as fast as it gets there. A rank that needs a Unit out of turn issues
-// what lies before it on the course as well; one that needs what the course does not have agrees with the others again.
+// begins; from then on they follow the course, each as fast as it gets there. A rank that runs Units in another order issues
+// what lies before the one it needs as well, and keeps it for its turn; one that leaves out some takes part in the gathers
+// of the others. A rank that needs a Unit more often than the course has it ends the course, and agrees with the others
+// again: all of them must need more then, or nobody answers.
 class Residency final : public UnitHooks, public std::enable_shared_from_this<Residency> {
  public:
   struct Home {
@@ -57,10 +61,25 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
   void after_forward(UnitSeam& seam, std::vector<at::Tensor>& outputs) override;
   void forward_failed(UnitSeam& seam) override;
 
+  // A pass begins with the first forward or backward that needs something, or here.
+  void begin_pass(bool differentiates);
+  // A backward begins, after whose end other backwards through the same forwards may come.
+  void begin_backward(bool retain_graph);
+  // Whether a backward through a Unit with these parameters can still come.
+  bool expects_backward(const FlatParameter& flat) const;
+  // This rank has no more use for these parameters in this pass. Others may have, and need its part of their gathers before
+  // they can reduce what this rank is about to.
+  void leave_out(const FlatParameter& flat);
   // Backward has ended, or a rank has nothing to run: takes part in what other ranks still gather in this pass.
   void end_pass();
   // Something threw: the pass is over on this rank.
   void abandon_pass();
+  // Ranks were seen to run different Units at the same time: those that are ahead must not wait for the others.
+  bool ranks_differ() const { return differ_; }
+  // Whether gathers need no agreement.
+  bool follows_course() const { return following(); }
+  // The Units will be used in another way from now on: the next pass agrees on a course anew.
+  void forget_courses();
 
  private:
   struct Unit {
@@ -68,28 +87,35 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
     int active = 0;       // runs, forward or backward, that have begun and not ended
     int outstanding = 0;  // forwards whose backward has not ended
     std::ptrdiff_t entry = -1;
-    int uses_left = 0;
+    int uses_left = 0;  // of those that the course's gathers so far are for
   };
   // One forward of a Unit and its backward.
   struct Use {
     std::size_t unit;
     std::int64_t generation = 0;
     bool running_backward = false;
+    bool over = false;  // its graph is gone
   };
   enum class Pass { none, training, evaluation };
 
   std::size_t index_of(const UnitSeam& seam) const { return index_.at(&seam); }
   bool following() const { return course_ && !negotiating_; }
-  void begin_pass(Pass pass);
+  void before(std::size_t unit, std::vector<at::Tensor>& inputs, const std::shared_ptr<Use>& use);
+  void after(std::size_t unit, std::vector<at::Tensor>& outputs, const std::shared_ptr<Use>& use);
+  void end_forward_early();
   void enter(std::size_t unit, bool look_ahead);
   void leave(std::size_t unit, bool forward);
-  void enter_backward(Use& use);
+  void enter_backward(const std::shared_ptr<Use>& use);
   void leave_backward(Use& use);
   void release(std::size_t unit, bool backward_comes);
+  void let_go(std::size_t unit);
   void look_ahead();
-  void issue(std::size_t entry);
+  void issue_next();
+  void pass_by_next();
   void need(std::size_t unit);
   void negotiate(std::ptrdiff_t wanted);
+  std::vector<std::int64_t> everyones(std::int64_t mine) const;
+  void learn_course();
   void spare(std::size_t unit);
   bool gather_comes_from_kept(std::size_t unit) const;
   void clear_pass();
@@ -106,14 +132,17 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
   // Of the pass that is under way.
   Pass pass_ = Pass::none;
   const Course* course_ = nullptr;
-  bool negotiating_ = false, disagreed_ = false;
+  bool negotiating_ = false, disagreed_ = false, differ_ = false, retain_graph_ = false;
   std::ptrdiff_t current_ = -1;  // the last entry whose use has begun
   std::size_t next_ = 0;         // the first entry that was not issued
   CourseNotes notes_;
   int depth_ = 0;
   std::vector<std::shared_ptr<Use>> forwards_;  // that have begun and not ended
   std::vector<std::shared_ptr<Use>> uses_;      // that may have a backward
-  std::deque<std::size_t> spares_;              // gathered out of turn, not used yet
+  std::deque<std::size_t> spares_;              // gathered because others needed them, not used yet
+
+  bool warned_of_more_ = false, warned_of_disagreement_ = false;
+  std::vector<std::vector<std::weak_ptr<Use>>> graphs_;  // by Unit: uses whose backward may come, in this pass or later
 };
 
 }  // namespace bonfire

@@ -28,6 +28,14 @@ ShardSettings::ShardSettings(const Mesh& on, ShardOptions asked)
       fail_config("mesh axis {} is {}: this version keeps whole layers on every rank; allowed: 1", name_of(axis),
                   mesh.shape().along(axis));
   if (options.prefetch < 0) fail_config("prefetch is {}; allowed: 0 or more Units", options.prefetch);
+  const auto& precision = options.precision;
+  for (const auto& [key, type] : {std::pair{"parameters", precision.parameters},
+                                  {"gradients", precision.gradients},
+                                  {"reduction", precision.reduction},
+                                  {"outputs", precision.outputs},
+                                  {"buffers", precision.buffers}})
+    if (type && *type != at::kDouble && *type != at::kFloat && *type != at::kBFloat16 && *type != at::kHalf)
+      fail_config("precision.{} is {}; allowed: fp64, fp32, bf16 and fp16", key, c10::toString(*type));
   if (options.precision.parameters == at::kHalf && !options.precision.scaled_loss)
     fail_config(
         "precision.parameters is fp16, but the loss is not scaled: small gradients would vanish; scale the loss with a "
@@ -37,13 +45,19 @@ ShardSettings::ShardSettings(const Mesh& on, ShardOptions asked)
   if (options.offload == Offload::parameters && factors.parameters != factor)
     fail_config("offload of parameters with {} sharded and a factor of {}; allowed: sharded = parameters, or a factor of 1",
                 plan::name_of(options.what), factor);
-  if (const int to = options.reshard_after_forward.ranks; to > 0 && factor % to != 0)
-    fail_config("reshard_after_forward = {} does not divide the sharding factor {}", to, factor);
+  if (const int to = options.reshard_after_forward.ranks; to < 0 || (to > 0 && factor % to != 0))
+    fail_config("reshard_after_forward = {} with a sharding factor of {}; allowed: true, false, or a number that divides it",
+                to, factor);
 }
 
 at::ScalarType ShardSettings::compute_type(const std::string& name, const at::Tensor& parameter, at::ScalarType own) const {
   const auto& precision = options.precision;
   return precision.keep && precision.keep(name, parameter) ? own : precision.parameters.value_or(own);
+}
+
+at::ScalarType ShardSettings::whole_gradient_type(at::ScalarType master) const {
+  const auto kept = options.precision.gradients.value_or(master);
+  return factors.gradients > 1 ? wire.value_or(kept) : kept;
 }
 
 plan::BucketOptions ShardSettings::buckets(at::ScalarType gradient) const {

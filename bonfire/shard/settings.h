@@ -19,6 +19,8 @@ struct ShardSettings {
   bool comes_and_goes() const { return factors.parameters > 1 || options.offload == Offload::parameters; }
   // What forward reads of a parameter. `own`: the type that it was given in.
   at::ScalarType compute_type(const std::string& name, const at::Tensor& parameter, at::ScalarType own) const;
+  // In which backward writes the whole gradient of a parameter with a master of this type.
+  at::ScalarType whole_gradient_type(at::ScalarType master) const;
   plan::BucketOptions buckets(at::ScalarType gradient) const;
   FlatOptions flat_options() const;
   ReductionOptions over_replicas() const;

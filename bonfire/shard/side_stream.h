@@ -25,6 +25,14 @@ class SideStream {
     work();
   }
 
+  // From another thread. Stream: what `work` issues begins after what was run before.
+  template <class Function>
+  void run_apart(const Function& work) {
+    if (!stream_) return work();
+    const c10::StreamGuard guard(*stream_);
+    work();
+  }
+
   // Stream: the current one goes on when everything that was run has ended.
   void join() {
     if (stream_) wait(current(), *stream_);
