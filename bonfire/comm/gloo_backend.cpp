@@ -1,9 +1,7 @@
 #include "bonfire/comm/gloo_backend.h"
 
-#include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <limits>
 #include <mutex>
 
 #include <gloo/common/error.h>
@@ -12,6 +10,7 @@
 #include "bonfire/base/clock.h"
 #include "bonfire/comm/c10d_backend.h"
 #include "bonfire/comm/emulated_link.h"
+#include "bonfire/comm/gloo_exchange.h"
 
 namespace bonfire {
 namespace {
@@ -52,83 +51,6 @@ class GlooState : public Work::State {
   c10::intrusive_ptr<c10d::Work> work_;
   std::vector<at::Tensor> tensors_;
   Nanoseconds start_;
-};
-
-// Gloo's own reduce-scatter is an all-reduce inside. An all-to-all and a local sum in rank order move half the bytes, and
-// the order of summation is fixed.
-class ReduceScatterState : public Work::State {
- public:
-  ReduceScatterState(Work exchange, at::Tensor output, at::Tensor received, Reduce op)
-      : exchange_(std::move(exchange)), output_(std::move(output)), received_(std::move(received)), op_(op) {}
-
-  void wait() override {
-    exchange_.wait();
-    const std::lock_guard lock(mutex_);
-    if (!received_.defined()) return;
-    const auto ranks = received_.size(0);
-    auto output = output_.view(-1);
-    output.copy_(received_.select(0, 0));
-    for (int64_t rank = 1; rank < ranks; ++rank) {
-      if (op_ == Reduce::max)
-        at::maximum_out(output, output, received_.select(0, rank));
-      else
-        output.add_(received_.select(0, rank));
-    }
-    if (op_ == Reduce::average) output.div_(ranks);
-    received_.reset();
-  }
-
-  bool done() override { return exchange_.done(); }
-  std::function<bool()> ending() override { return exchange_.state()->ending(); }
-  void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
-    exchange_.state()->on_done(std::move(callback));
-  }
-
- private:
-  Work exchange_;
-  std::mutex mutex_;
-  at::Tensor output_, received_;
-  Reduce op_;
-};
-
-// Several collectives that count as one.
-class JoinedState : public Work::State {
- public:
-  explicit JoinedState(std::vector<Work> works) : works_(std::move(works)) {}
-
-  void wait() override {
-    for (auto& work : works_) work.wait();
-  }
-  bool done() override {
-    return std::all_of(works_.begin(), works_.end(), [](const Work& work) { return work.done(); });
-  }
-  std::function<bool()> ending() override {
-    std::vector<std::function<bool()>> all;
-    for (auto& work : works_) all.push_back(work.state()->ending());
-    return [all = std::move(all)] { return std::all_of(all.begin(), all.end(), [](const auto& ended) { return ended(); }); };
-  }
-  void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {
-    struct Times {
-      std::mutex mutex;
-      std::size_t running;
-      Nanoseconds start = std::numeric_limits<Nanoseconds>::max(), end = 0;
-    };
-    auto times = std::make_shared<Times>();
-    times->running = works_.size();
-    for (auto& work : works_)
-      work.state()->on_done([times, callback](Nanoseconds start, Nanoseconds end) {
-        {
-          const std::lock_guard lock(times->mutex);
-          times->start = std::min(times->start, start);
-          times->end = std::max(times->end, end);
-          if (--times->running > 0) return;
-        }
-        callback(times->start, times->end);
-      });
-  }
-
- private:
-  std::vector<Work> works_;
 };
 
 // Messages that are all posted before any is waited for. Gloo's point-to-point works have no future, so their end is known
@@ -188,20 +110,11 @@ class GlooBackend final : public C10dBackend {
  public:
   using C10dBackend::C10dBackend;
 
-  // Gloo gathers into memory of its own and copies from there, so a part inside its whole is safe.
   Work all_gather(std::span<const Transfer> transfers) override {
-    return as_one(transfers, [&](at::Tensor whole, at::Tensor part) {
-      return track(backend()._allgather_base(whole, part, {}), {whole, part});
-    });
+    return with_peers([&] { return exchange_.all_gather(transfers); });
   }
-
-  // The part is written when all of the whole has been sent, so it may lie inside it.
   Work reduce_scatter(std::span<const Transfer> transfers, Reduce op) override {
-    return as_one(transfers, [&](at::Tensor whole, at::Tensor part) {
-      auto received = at::empty({backend().getSize(), part.numel()}, whole.options());
-      auto exchange = all_to_all(received, std::move(whole));
-      return Work(std::make_shared<ReduceScatterState>(std::move(exchange), std::move(part), std::move(received), op));
-    });
+    return with_peers([&] { return exchange_.reduce_scatter(transfers, op); });
   }
 
   Work batch(std::span<const Message> messages) override {
@@ -226,13 +139,7 @@ class GlooBackend final : public C10dBackend {
   }
 
  private:
-  // All are begun before any is waited for.
-  template <class Begin>
-  static Work as_one(std::span<const Transfer> transfers, const Begin& begin) {
-    std::vector<Work> works;
-    for (const auto& [whole, part] : transfers) works.push_back(begin(whole, part));
-    return works.size() == 1 ? works.front() : Work(std::make_shared<JoinedState>(std::move(works)));
-  }
+  GlooExchange exchange_{backend()};
 };
 
 }  // namespace
