@@ -1,5 +1,7 @@
 #include "bonfire/plan/loans.h"
 
+#include <iterator>
+
 #include "bonfire/base/size.h"
 
 namespace bonfire::plan {
@@ -22,6 +24,20 @@ std::size_t Loans::borrow(std::int64_t bytes, std::int64_t place) {
   buffers_[choice].free = false;
   if (place >= 0) places_[{place, bytes}] = choice;
   return choice;
+}
+
+std::int64_t Arrivals::take(std::int64_t bytes) {
+  auto buffer = free_.lower_bound(bytes);
+  if (buffer == free_.end()) {
+    bytes_ += bytes;
+    if (free_.empty()) return bytes;
+    bytes_ -= *free_.rbegin();
+    free_.erase(std::prev(free_.end()));
+    return bytes;
+  }
+  const std::int64_t taken = *buffer;
+  free_.erase(buffer);
+  return taken;
 }
 
 }  // namespace bonfire::plan

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <vector>
 
 #include "bonfire/base/api.h"
@@ -26,6 +27,21 @@ class BONFIRE_API Loans {
   };
   std::vector<Buffer> buffers_;
   std::map<std::pair<std::int64_t, std::int64_t>, std::size_t> places_;  // (place, bytes) to the buffer
+  std::int64_t bytes_ = 0;
+};
+
+// What comes to be held to receive parts of other ranks in: the smallest free buffer that is large enough, or else a new one
+// in the place of the largest free one.
+class BONFIRE_API Arrivals {
+ public:
+  // Returns how large the buffer is that was taken, to be given back.
+  std::int64_t take(std::int64_t bytes);
+  void give_back(std::int64_t buffer) { free_.insert(buffer); }
+
+  std::int64_t bytes() const { return bytes_; }
+
+ private:
+  std::multiset<std::int64_t> free_;
   std::int64_t bytes_ = 0;
 };
 

@@ -82,16 +82,12 @@ class StepWalk {
   }
 
   void follow(const std::vector<Event>& course) {
+    compressed_ = 0;
     for (const auto& event : course) {
       last_ = event.microbatch + 1 == layout_.microbatches;
       switch (event.act) {
-        case Act::gather: coming_.push_back(event.index); break;
-        case Act::forward: arrive(event.index); break;
         case Act::open_gradients: open(event.index); break;
-        case Act::backward:
-          arrive(event.index);
-          note(activations_in_backward(event.index));
-          break;
+        case Act::backward: note(activations_in_backward(event.index)); break;
         case Act::reduce: reduce(event.index); break;
         case Act::end_of_pass:
           note(0);
@@ -104,13 +100,13 @@ class StepWalk {
   }
 
   std::int64_t whole_gradients() const { return pool_.bytes(); }
-  std::int64_t communication() const { return communication_at_peak_; }
+  std::int64_t communication() const { return arrivals_.bytes() + compressed_at_peak_; }
   std::int64_t activations() const { return activations_at_peak_; }
 
  private:
   struct Flight {
     std::optional<std::size_t> loan;
-    std::int64_t received = 0;
+    std::vector<std::int64_t> arrivals;  // where the parts of other ranks come
   };
 
   std::int64_t activations_in_backward(std::size_t at) const {
@@ -122,21 +118,6 @@ class StepWalk {
     const std::int64_t working = std::max(unit.working_elements * element * options_.tokens,
                                           unit.working_beside_weight * element * options_.tokens + weight);
     return (kept_[at] + incoming * element) * options_.tokens + working;
-  }
-
-  // Gathers up to that of the Unit have ended.
-  void arrive(std::size_t unit) {
-    const auto& flat = units_[unit].flat;
-    const auto at = flat ? std::find(coming_.begin(), coming_.end(), *flat) : coming_.end();
-    if (at != coming_.end()) coming_.erase(coming_.begin(), at + 1);
-  }
-
-  // What is received beside the memory it is for: Gloo's two threads work on two gathers at a time.
-  std::int64_t gathering() const {
-    std::int64_t sum = 0;
-    for (std::size_t at = 0; options_.receives_apart && at < std::min<std::size_t>(2, coming_.size()); ++at)
-      sum += flats_[coming_[at]].bytes;
-    return sum;
   }
 
   void open(std::size_t flat) {
@@ -153,9 +134,11 @@ class StepWalk {
         flight.loan = opened_[flat];
       else if (layout_.reduction != layout_.gradient)
         flight.loan = pool_.borrow(wire);
-      if (options_.receives_apart) flight.received = wire;
-      received_ += flight.received;
-      flights_.push_back(flight);
+      for (const auto& region : flats_[flat].regions)
+        if (options_.receives_apart && region.trained)
+          flight.arrivals.push_back(
+              arrivals_.take(region.elements / layout_.shard * (layout_.shard - 1) * bytes_of(layout_.reduction)));
+      flights_.push_back(std::move(flight));
       note(0);
       while (flights_.size() >= limit()) land();
     }
@@ -176,15 +159,14 @@ class StepWalk {
 
   void land() {
     if (flights_.front().loan) pool_.give_back(*flights_.front().loan);
-    received_ -= flights_.front().received;
+    for (const auto buffer : flights_.front().arrivals) arrivals_.give_back(buffer);
     flights_.pop_front();
   }
 
   void note(std::int64_t activations) {
-    const std::int64_t communication = received_ + compressed_ + gathering();
-    if (activations + communication <= activations_at_peak_ + communication_at_peak_) return;
+    if (activations + compressed_ <= activations_at_peak_ + compressed_at_peak_) return;
     activations_at_peak_ = activations;
-    communication_at_peak_ = communication;
+    compressed_at_peak_ = compressed_;
   }
 
   std::size_t limit() const { return static_cast<std::size_t>(whole_gradient_limit(layout_)); }
@@ -199,10 +181,10 @@ class StepWalk {
   Loans pool_;
   std::vector<std::size_t> opened_;  // per buffer: the loan of its whole gradient
   std::deque<Flight> flights_;
-  std::deque<std::size_t> coming_;  // buffers whose gathers were issued and not waited for
   bool last_ = true;
-  std::int64_t received_ = 0, compressed_ = 0;
-  std::int64_t activations_at_peak_ = 0, communication_at_peak_ = 0;
+  Arrivals arrivals_;
+  std::int64_t compressed_ = 0;
+  std::int64_t activations_at_peak_ = 0, compressed_at_peak_ = 0;
 };
 
 }  // namespace

@@ -25,7 +25,7 @@ struct MemoryOptions {
   int optimizer_states = 2;     // numbers per trained element, in its master's type; Adam has two moments
   std::int64_t tokens = 0;      // of one microbatch
   std::int64_t data_bytes = 0;  // of batches that are ready or in use
-  // Scattered gradients are received beside those that are sent, and gathered parameters beside where they go, as by Gloo.
+  // Parts of scattered gradients are received beside those that are sent, as by Gloo.
   bool receives_apart = true;
 };
 

@@ -136,6 +136,28 @@ TEST(Sharding, TrainsAModelThatDataParallelismCannotHold) {
   EXPECT_LE(report.at("peak_memory_bytes").get<std::int64_t>(), 2816 << 10);
 }
 
+TEST(Sharding, TheWholePeakIsPredicted) {
+  const Scratch scratch;
+  for (const char* model :
+       {"type = \"llama\"\ndim = 64\nlayers = 3\nheads = 4\nffn = 192\nvocab = 512\n[data]\nsequence = 32",
+        "type = \"gpt2\"\ndim = 64\nlayers = 3\nheads = 4\nvocab = 512\ntied = true\n[data]\nsequence = 32",
+        "type = \"mlp\"\ndim = 192\nlayers = 4\ninputs = 128\nclasses = 32",
+        "type = \"vgg\"\nimage = 16\nconvolutions = [16, 0, 32, 0]\npool = 2\nffn = 128\nclasses = 10"}) {
+    scratch.write("a.toml", std::string("[run]\ndevice = \"cpu\"\n[model]\n") + model + "\n[train]\nmicrobatch = 4\n");
+    for (const char* layout :
+         {"--set train.batch=8 --set layout.shard=2 --set layout.sharded=optimizer",
+          "--set train.batch=16 --set layout.shard=2 --set layout.sharded=gradients",
+          "--set train.batch=8 --set layout.shard=2 --set layout.sharded=parameters",
+          "--set train.batch=16 --set layout.shard=2 --set layout.replicate=2 --set layout.reshard_after_forward=false"}) {
+      const auto ended = scratch.bonfire(std::string("bench step a.toml --steps 3 --json ") + layout);
+      ASSERT_EQ(ended.code, 0) << ended.err;
+      const auto report = nlohmann::json::parse(ended.out);
+      const double measured = report.at("peak_memory_bytes").get<double>();
+      EXPECT_NEAR(report.at("predicted_memory_bytes").get<double>(), measured, 0.05 * measured) << model << layout;
+    }
+  }
+}
+
 TEST(Sharding, BenchStepTakesEveryLayout) {
   const Scratch scratch;
   scratch.write("a.toml", tiny);
