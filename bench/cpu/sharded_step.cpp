@@ -10,7 +10,6 @@
 #include <cstdio>
 #include <ctime>
 #include <map>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -69,10 +68,6 @@ void measure(World& world, const Arguments& given) {
   };
   const int steps = std::stoi(argument("steps", "10")), warmup = 3;
   const int shards = std::stoi(argument("shard", std::to_string(world.size()).c_str()));
-  const std::map<std::string, Sharded> kinds{{"none", Sharded::none},
-                                             {"optimizer", Sharded::optimizer},
-                                             {"gradients", Sharded::gradients},
-                                             {"parameters", Sharded::parameters}};
 
   at::set_num_threads(std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / world.local_size()));
   const MemoryMeter meter(world.device());
@@ -90,7 +85,7 @@ void measure(World& world, const Arguments& given) {
                               .positions = sequence};
   const plan::ModelSpec vgg{.type = plan::ModelType::vgg, .ffn = 1024, .classes = classes, .image = pixels, .pool = 1};
   auto model = build_model(images ? vgg : llama, {.seed = 1});
-  ShardOptions options{.what = kinds.at(argument("what", "parameters")),
+  ShardOptions options{.what = plan::sharded_of(argument("what", "parameters")),
                        .reshard_after_forward = argument("keep", "0") == "0",
                        .prefetch = std::stoi(argument("prefetch", "2")),
                        .wrapping = wrapping_of(argument("wrap", "all"))};

@@ -31,14 +31,6 @@ at::Tensor tokens_of_step(std::int64_t step, std::int64_t batch, std::int64_t le
   return tokens;
 }
 
-Sharded sharded(const std::string& name) {
-  const std::map<std::string, Sharded> kinds{{"none", Sharded::none},
-                                             {"optimizer", Sharded::optimizer},
-                                             {"gradients", Sharded::gradients},
-                                             {"parameters", Sharded::parameters}};
-  return kinds.at(name);
-}
-
 }  // namespace
 
 // In fp32: what training itself is done in.
@@ -69,7 +61,7 @@ void train_model(const Arguments& arguments) {
   }
 
   Engine engine =
-      shard(mesh, *model, {.what = sharded(words.at("what")), .reshard_after_forward = words.at("free") == "true"});
+      shard(mesh, *model, {.what = plan::sharded_of(words.at("what")), .reshard_after_forward = words.at("free") == "true"});
   AdamW optimizer(engine, {.lr = number("lr"), .beta1 = 0.9, .beta2 = 0.95, .weight_decay = 0.1});
   const std::int64_t mine = batch / world.size() / microbatches;
   for (int step = 0; step < steps; ++step) {
