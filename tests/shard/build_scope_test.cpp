@@ -2,13 +2,20 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+#include <barrier>
 #include <optional>
+#include <vector>
 
 #include <ATen/ATen.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/models/model.h"
 #include "bonfire/optim/optimizer.h"
+#include "bonfire/plan/memory.h"
+#include "bonfire/train/memory.h"
+#include "tests/support/rank_memory.h"
 #include "tests/support/ranks.h"
 #include "tests/support/tiny_training.h"
 
@@ -66,6 +73,102 @@ TEST(BuildScope, BuiltUnitByUnitTrainsAlike) {
       EXPECT_EQ(scoped.whole, 0) << name;
       EXPECT_TRUE(at::equal(scoped.weights, train(spec, options, 4, false, seed).weights)) << name;
     }
+  }
+}
+
+// What a rank holds at most while a model is built Unit by Unit: the shares of those that are done and of the one at hand,
+// which is still whole; and the model's tables. The root's own parameters are there from the beginning.
+std::int64_t peak_of_build(const plan::ModelDescription& model, const plan::DataParallel& layout) {
+  auto flats = plan::flats_of(model, layout);
+  std::reverse(flats.begin(), flats.end());  // forward order, in which Units are built
+  std::int64_t shares = 0, peak = 0, root = 0;
+  std::size_t flat = 0;
+  const std::int64_t element = plan::bytes_of(layout.master);
+  for (const auto& unit : model.units) {
+    if (unit.parameters.empty()) continue;
+    const auto state = plan::model_state({flats[flat++]}, layout, /*optimizer_states=*/0).total();
+    if (unit.kind == plan::UnitKind::root) {
+      root = unit.parameter_elements() * element;
+      continue;  // the root is sharded when everything in it is
+    }
+    shares += state;
+    peak = std::max(peak, shares + root + unit.parameter_elements() * element);
+  }
+  return peak + model.constant_bytes;
+}
+
+// Equal values are shown by a number for each parameter, which each rank sends to every other.
+std::int64_t fingerprints(const plan::ModelDescription& model, int ranks) {
+  std::int64_t parameters = 0;
+  for (const auto& unit : model.units) parameters += static_cast<std::int64_t>(unit.parameters.size());
+  return parameters * (1 + ranks) * static_cast<std::int64_t>(sizeof(std::int64_t));
+}
+
+// Deep enough that a Unit is little beside all of them.
+std::vector<plan::ModelSpec> deep_models() {
+  auto mlp = tiny_models()[0].spec, llama = tiny_models()[3].spec, tied = tiny_models()[4].spec;
+  for (auto* spec : {&mlp, &llama, &tied}) {
+    spec->layers = 8;
+    spec->dim = 64;
+    spec->ffn = 128;
+  }
+  return {mlp, llama, tied};
+}
+
+// A thread of the backend may be the last to hold a tensor that it has sent, for a moment: there are two.
+std::int64_t sent_last(const plan::ModelDescription& model) {
+  std::int64_t largest = 0;
+  for (const auto& unit : model.units)
+    for (const auto& parameter : unit.parameters) largest = std::max(largest, parameter.elements());
+  return 2 * largest * plan::bytes_of(plan::Dtype::fp32);
+}
+
+// How many of the ranks were refused memory when all built a model, with so much for each. The allocator is theirs together.
+int refused(const plan::ModelSpec& spec, const ShardOptions& options, bool in_scope, std::int64_t cap_of_a_rank) {
+  constexpr int ranks = 4;
+  const MemoryCap cap(c10::kCPU, ranks * cap_of_a_rank);
+  std::atomic<int> count = 0;
+  std::barrier all_hold_theirs(ranks);
+  run_ranks(ranks, [&](World& world) {
+    std::shared_ptr<Model> model;
+    try {
+      std::optional<Build> scope;
+      if (in_scope) scope.emplace(world.mesh({.shard = ranks}), options);
+      model = build_model(spec, {.seed = 5});
+    } catch (const MemoryRefused&) {
+      ++count;
+    }
+    all_hold_theirs.arrive_and_wait();
+  });
+  return count;
+}
+
+// Law: a build needs the shares and one Unit, and no more.
+TEST(BuildScope, NeedsTheSharesAndOneUnit) {
+  constexpr int ranks = 4;
+  auto compute = plan::Dtype::bf16;
+  for (const auto& spec : deep_models()) {
+    compute = compute == plan::Dtype::fp32 ? plan::Dtype::bf16 : plan::Dtype::fp32;  // turn by turn
+    const auto model = plan::describe(spec);
+    const plan::DataParallel layout{.shard = ranks, .what = Sharded::parameters, .compute = compute};
+    ShardOptions options{.what = Sharded::parameters};
+    if (compute != plan::Dtype::fp32) options.precision.parameters = at::kBFloat16;
+    const auto needed = peak_of_build(model, layout), most = needed + fingerprints(model, ranks);
+
+    run_ranks(ranks, [&](World& world) {
+      const Mesh mesh = world.mesh({.shard = ranks});
+      testing::RankMemory memory;
+      const Build scope(mesh, options);
+      const auto built = build_model(spec, {.seed = 5});
+      const auto peak = memory.peak();
+      EXPECT_GE(peak, needed);
+      EXPECT_LE(peak, most);
+    });
+
+    EXPECT_EQ(refused(spec, options, true, most), 0);
+    EXPECT_GT(refused(spec, options, false, most), 0);
+    options.start = Start::broadcast;
+    EXPECT_EQ(refused(spec, options, true, most + sent_last(model)), 0);
   }
 }
 

@@ -1,14 +1,12 @@
 // The third law: bytes of model state are those of the formula, and from the second step on a step's peak stays what it is.
 #include <algorithm>
-#include <utility>
 
-#include <c10/core/Allocator.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 #include <fmt/ranges.h>
 
 #include "bonfire/models/model.h"
 #include "bonfire/nn/sequential.h"
 #include "tests/shard/twins.h"
+#include "tests/support/rank_memory.h"
 #include "tests/support/small_net.h"
 #include "tests/support/tiny_training.h"
 
@@ -122,19 +120,6 @@ TEST(Memory, OfThePoolIsTheUnitsAheadAndTheOneThatRuns) {
   });
 }
 
-// What a rank's thread allocates. When it is freed is not asked: threads of the backend may be the last to hold it.
-class Account : public c10::MemoryReportingInfoBase {
- public:
-  void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device device) override {
-    if (device.is_cpu() && size > 0) allocated_ += size;
-  }
-  bool memoryProfilingEnabled() const override { return true; }
-  std::int64_t allocated() { return std::exchange(allocated_, 0); }
-
- private:
-  std::int64_t allocated_ = 0;
-};
-
 // The second step gathers ahead, and makes the last of the pool's buffers.
 TEST(Memory, NothingNewIsAllocatedFromTheThirdStepOn) {
   run_ranks(4, [](World& world) {
@@ -142,19 +127,52 @@ TEST(Memory, NothingNewIsAllocatedFromTheThirdStepOn) {
       auto net = equal_units();
       Engine engine = shard(world.mesh({.replicate = 4 / cell.factor, .shard = cell.factor}), net, cell.options());
       AdamW optimizer(engine, {.lr = 0.01});
-      const auto account = std::make_shared<Account>();
-      const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, account);
+      testing::RankMemory memory;
       std::vector<std::int64_t> steps;
       for (int step = 0; step < 6; ++step) {
         const auto x = numbers({3, wide}, static_cast<std::uint64_t>(step));
-        account->allocated();
+        memory.allocated();
         engine.backward(net->forward(x).pow(2).mean());
         optimizer.step({.clip = 1});
-        steps.push_back(account->allocated());
+        steps.push_back(memory.allocated());
       }
       EXPECT_EQ(std::count(steps.begin() + 2, steps.end(), steps.back()), 4)
           << cell.name() << ": " << fmt::format("{}", fmt::join(steps, " "));
     }
+  });
+}
+
+// Peaks of steps 1 to 6, as the allocator sees them.
+template <class Step>
+void expect_equal_peaks(const std::string& what, const Step& step) {
+  testing::RankMemory memory;
+  std::vector<std::int64_t> peaks;
+  for (int at = 0; at < 6; ++at) {
+    memory.peak();  // what was before is not asked
+    step();
+    peaks.push_back(memory.peak());
+  }
+  EXPECT_EQ(std::count(peaks.begin() + 1, peaks.end(), peaks.back()), 5)
+      << what << ": " << fmt::format("{}", fmt::join(peaks, " "));
+}
+
+TEST(Memory, APeakIsTheSameFromTheSecondStepOn) {
+  run_ranks(4, [](World& world) {
+    for (const Cell& cell : testing::cells())
+      for (const bool rounded : {false, true}) {
+        const int microbatches = rounded ? 3 : 1;
+        auto net = equal_units();
+        ShardOptions options{.accumulation = rounded ? Accumulation::full : Accumulation::sharded};
+        if (rounded) options.precision.parameters = at::kBFloat16;
+        Engine engine = shard(world.mesh({.replicate = 4 / cell.factor, .shard = cell.factor}), net, cell.options(options));
+        AdamW optimizer(engine, {.lr = 0.01});
+        const auto x = numbers({64, wide}, 1, rounded ? at::kBFloat16 : at::kDouble);
+        expect_equal_peaks(fmt::format("{}, {} microbatches", cell.name(), microbatches), [&] {
+          for (int micro = 1; micro < microbatches; ++micro) engine.accumulate(net->forward(x).pow(2).mean());
+          engine.backward(net->forward(x).pow(2).mean());
+          optimizer.step({.clip = 1});
+        });
+      }
   });
 }
 
