@@ -99,6 +99,7 @@ void print_words(const Question& question, const std::vector<plan::MemoryRow>& r
   part("communication", memory.communication);
   part("activations", memory.activations);
   part("data and tables", memory.data);
+  if (memory.state.host > 0) fmt::print("  and, of its host's memory, {:>10}\n", format_bytes(memory.state.host));
 
   const std::string title = fmt::format("\n{:>4}  {:<11} {:<7} {:>8} {:>7} {:>7} {:>7}   {:>6}  {:>11}  {:>11}", "F",
                                         "sharded", "", "weights", "grads", "optim", "bytes", "less", "state", "peak");
@@ -149,7 +150,8 @@ void print_json(const Question& question, const std::vector<plan::MemoryRow>& ro
                 {"whole_gradients", memory.whole_gradients},
                 {"communication", memory.communication},
                 {"activations", memory.activations},
-                {"data", memory.data}}},
+                {"data", memory.data},
+                {"host", memory.state.host}}},
               {"table", Json::array()}};
   for (const auto& row : rows)
     answer["table"].push_back({{"precision", row.kind->name},

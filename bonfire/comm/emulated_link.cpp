@@ -18,6 +18,13 @@ class TurnState : public Work::State {
     std::this_thread::sleep_until(std::chrono::steady_clock::time_point(std::chrono::nanoseconds(end_)));
   }
 
+  bool wait_for(std::chrono::milliseconds time) override {
+    const auto until = std::chrono::steady_clock::now() + time;
+    if (!work_.wait_for(time)) return false;
+    std::this_thread::sleep_until(std::min(until, std::chrono::steady_clock::time_point(std::chrono::nanoseconds(end_))));
+    return now_ns() >= end_;
+  }
+
   bool done() override { return work_.done() && now_ns() >= end_; }
 
   std::function<bool()> ending() override {

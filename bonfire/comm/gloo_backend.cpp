@@ -33,6 +33,16 @@ class GlooState : public Work::State {
   void wait() override {
     with_peers([&] { work_->wait(); });
   }
+  bool wait_for(std::chrono::milliseconds time) override {
+    if (time.count() <= 0) return done();  // c10d takes zero for no limit
+    try {
+      with_peers([&] { work_->wait(time); });
+    } catch (const c10::Error&) {
+      if (!work_->isCompleted()) return false;
+      throw;
+    }
+    return true;
+  }
   bool done() override { return work_->isCompleted(); }
 
   // c10d's own answer would come from the work, which holds the tensors.

@@ -87,9 +87,13 @@ class GlooExchange::Collective : public Work::State {
   void wait() override {
     std::unique_lock lock(mutex_);
     ended_changed_.wait(lock, [this] { return ended_->load(); });
-    if (error_) std::rethrow_exception(error_);
-    if (auto once = std::exchange(finish, nullptr)) once();
-    messages.clear();
+    take_result();
+  }
+  bool wait_for(std::chrono::milliseconds time) override {
+    std::unique_lock lock(mutex_);
+    if (!ended_changed_.wait_for(lock, time, [this] { return ended_->load(); })) return false;
+    take_result();
+    return true;
   }
   bool done() override { return *ended_; }
   std::function<bool()> ending() override {
@@ -107,6 +111,13 @@ class GlooExchange::Collective : public Work::State {
   }
 
  private:
+  // REQUIRES: it has ended, and the mutex is held.
+  void take_result() {
+    if (error_) std::rethrow_exception(error_);
+    if (auto once = std::exchange(finish, nullptr)) once();
+    messages.clear();
+  }
+
   // The first error is the collective's.
   template <class Function>
   void note_errors(const Function& function) {

@@ -107,6 +107,10 @@ class WatchedState : public Work::State {
     const ProgressBoard::Waiting waiting(progress_.get());
     work_.wait();
   }
+  bool wait_for(std::chrono::milliseconds time) override {
+    const ProgressBoard::Waiting waiting(progress_.get());
+    return work_.wait_for(time);
+  }
   bool done() override { return work_.done(); }
   std::function<bool()> ending() override { return work_.state()->ending(); }
   void on_done(std::function<void(Nanoseconds, Nanoseconds)> callback) override {

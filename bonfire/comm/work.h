@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -24,6 +25,12 @@ class BONFIRE_API Work {
    public:
     virtual ~State() = default;
     virtual void wait() = 0;
+    // Waits no longer than `time`; whether it has ended by then. Where waiting is a stream's business, or what is waited for
+    // begins only then, it is wait().
+    virtual bool wait_for(std::chrono::milliseconds /*time*/) {
+      wait();
+      return true;
+    }
     virtual bool done() = 0;
     // Whether the collective has ended, as a question that any thread may ask at any time. It keeps no tensor alive, and
     // costs the collective nothing. A state that cannot tell when it ends may say so only when it is waited for.
@@ -42,6 +49,8 @@ class BONFIRE_API Work {
   void wait() {
     if (state_) state_->wait();
   }
+  // The same, but on a CPU no longer than `time`. Whether the result is there.
+  bool wait_for(std::chrono::milliseconds time) { return !state_ || state_->wait_for(time); }
   bool done() const { return !state_ || state_->done(); }
 
   const std::shared_ptr<State>& state() const { return state_; }

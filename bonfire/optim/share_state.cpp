@@ -3,7 +3,7 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/zeros.h>
 
 #include "bonfire/shard/engine.h"
 
@@ -93,7 +93,7 @@ void ShareState::carry(const Engine& engine, const OfFlat& flat, OfShare& old, c
   const auto device = engine.flats().front()->parameters().front().device();
   for (std::size_t at = 0; at < old.tensors.size(); ++at) {
     // Ranks exchange tensors of their device only, and state may lie on the host.
-    const auto part = factor > 1 ? old.tensors[at].to(device) : old.tensors[at];
+    const auto part = old.tensors[at].to(device);
     const auto whole = whole_region(engine.mesh().group(Axis::shard), part, factor);
     for (const auto* segment : segments_in(flat.layout, old.region)) {
       const auto found = places.find(segment->name);
@@ -110,7 +110,9 @@ void ShareState::carry(const Engine& engine, const OfFlat& flat, OfShare& old, c
 std::vector<at::Tensor>& ShareState::made(const Engine& engine, std::size_t flat, std::size_t share) {
   auto& tensors = flats_[flat].shares[share].tensors;
   const auto& master = engine.flats()[flat]->trained()[share].master;
-  while (tensors.size() < tensors_) tensors.push_back(at::zeros_like(master));
+  // Pinned where the master is: a copy of it, as for a checkpoint, need not pass through other memory.
+  while (tensors.size() < tensors_)
+    tensors.push_back(at::zeros({master.numel()}, master.options().pinned_memory(master.is_pinned())));
   return tensors;
 }
 

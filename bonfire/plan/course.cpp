@@ -89,7 +89,7 @@ class Walk {
     if (!before) gather_after(at);
   }
 
-  bool comes_and_goes(std::size_t at) const { return units_[at].flat && factors_.parameters > 1; }
+  bool comes_and_goes(std::size_t at) const { return units_[at].flat && layout_.comes_and_goes(); }
   // Between forward and backward.
   bool stays(std::size_t at) const {
     return !layout_.reshard_after_forward || layout_.reshard_ranks == 1 || units_[at].root || at == last_;

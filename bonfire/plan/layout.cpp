@@ -92,7 +92,7 @@ std::vector<FlatLayout> flats_of(const ModelDescription& model, const DataParall
   BucketOptions options = layout.buckets;
   options.gradient = layout.gradient;
   options.parts = layout.ranks();
-  options.one_per_group = layout.factors().parameters > 1;
+  options.one_per_group = layout.comes_and_goes();
   return bucket(groups, options);
 }
 

@@ -108,6 +108,7 @@ struct DataParallel {
   int reshard_ranks = 0;
   int prefetch = 2;  // Units that are gathered ahead of the one that runs
   BackwardPrefetch backward_prefetch = BackwardPrefetch::before_reduction;
+  Offload offload = Offload::none;
   Dtype compute = Dtype::fp32;    // what forward reads
   Dtype master = Dtype::fp32;     // what the optimizer updates
   Dtype gradient = Dtype::fp32;   // what gradients are kept in until the update
@@ -122,6 +123,8 @@ struct DataParallel {
 
   int ranks() const { return replicate * shard; }
   Factors factors() const { return factors_of(what, shard, accumulation); }
+  // Whether parameters have memory on the device only while their Unit runs.
+  bool comes_and_goes() const { return factors().parameters > 1 || offload == Offload::parameters; }
 };
 
 // The flat buffers of a model in this layout, in the order in which backward finishes them.

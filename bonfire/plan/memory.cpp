@@ -17,7 +17,7 @@ namespace {
 // when it has run, whatever comes next. The ones after it follow the course.
 std::int64_t gathered_bytes(const std::vector<CourseUnit>& units, const std::vector<FlatLayout>& flats,
                             const DataParallel& layout, const std::vector<Event>& course) {
-  if (layout.factors().parameters == 1) return 0;
+  if (!layout.comes_and_goes()) return 0;
   constexpr std::size_t none = static_cast<std::size_t>(-1);
   Loans pool;
   std::vector<std::size_t> loan(flats.size(), none), part(flats.size(), none);
@@ -135,7 +135,7 @@ class StepWalk {
       else if (layout_.reduction != layout_.gradient)
         flight.loan = pool_.borrow(wire);
       for (const auto& region : flats_[flat].regions)
-        if (options_.receives_apart && region.trained)
+        if (options_.on_host && region.trained)
           flight.arrivals.push_back(
               arrivals_.take(region.elements / layout_.shard * (layout_.shard - 1) * bytes_of(layout_.reduction)));
       flights_.push_back(std::move(flight));
@@ -192,20 +192,29 @@ class StepWalk {
 ModelState model_state(const std::vector<FlatLayout>& flats, const DataParallel& layout, int optimizer_states) {
   const Factors factors = layout.factors();
   ModelState state;
+  // `from`: with this much offloaded, or more, it lies on the host.
+  const auto hold = [&](std::int64_t ModelState::*part, Offload from, std::int64_t bytes) {
+    state.*(layout.offload >= from ? &ModelState::host : part) += bytes;
+  };
   for (const auto& flat : flats)
     for (const auto& region : flat.regions) {
-      state.parameters += region.bytes() / factors.parameters;
+      hold(&ModelState::parameters, Offload::parameters, region.bytes() / factors.parameters);
       if (!region.trained) continue;
       const std::int64_t updated = region.elements / factors.optimizer;
-      if (region.compute != region.master) state.masters += updated * bytes_of(region.master);
+      // Masters that lie elsewhere than what forward reads are another copy, whatever their type.
+      if (region.compute != region.master || layout.offload == Offload::optimizer)
+        hold(&ModelState::masters, Offload::optimizer, updated * bytes_of(region.master));
       state.gradients += region.elements / factors.gradients * bytes_of(layout.gradient);
-      state.optimizer += optimizer_states * updated * bytes_of(region.master);
+      hold(&ModelState::optimizer, Offload::optimizer, optimizer_states * updated * bytes_of(region.master));
     }
   return state;
 }
 
-Memory memory_of(const ModelDescription& model, const DataParallel& layout, const MemoryOptions& options) {
-  const auto flats = flats_of(model, layout);
+Memory memory_of(const ModelDescription& model, const DataParallel& given, const MemoryOptions& options) {
+  const auto flats = flats_of(model, given);
+  DataParallel layout = given;
+  // Nothing to move where ranks compute on the host.
+  if (options.on_host) layout.offload = Offload::none;
   const auto units = course_units(model, flats);
   const auto course = course_of_step(units, layout);
   StepWalk walk(model, flats, layout, options);

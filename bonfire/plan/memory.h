@@ -17,7 +17,9 @@ struct ModelState {
   std::int64_t masters = 0;     // what the optimizer updates, where forward reads a rounded copy
   std::int64_t gradients = 0;
   std::int64_t optimizer = 0;
+  std::int64_t host = 0;  // what of these was offloaded, and is not counted there
 
+  // On the device.
   std::int64_t total() const { return parameters + masters + gradients + optimizer; }
 };
 
@@ -25,8 +27,9 @@ struct MemoryOptions {
   int optimizer_states = 2;     // numbers per trained element, in its master's type; Adam has two moments
   std::int64_t tokens = 0;      // of one microbatch
   std::int64_t data_bytes = 0;  // of batches that are ready or in use
-  // Parts of scattered gradients are received beside those that are sent, as by Gloo.
-  bool receives_apart = true;
+  // Ranks compute on the host: there is nothing to offload to, and parts of scattered gradients are received beside those
+  // that are sent, as by Gloo.
+  bool on_host = true;
 };
 
 // At the peak of a step, from the third on.

@@ -32,4 +32,11 @@ Sharded sharded_of(std::string_view name) {
   fail_config("sharded = \"{}\" is not known; allowed: none | optimizer | gradients | parameters", name);
 }
 
+Offload offload_of(std::string_view name) {
+  if (name == "none") return Offload::none;
+  if (name == "optimizer") return Offload::optimizer;
+  if (name == "parameters") return Offload::parameters;
+  fail_config("offload = \"{}\" is not known; allowed: none | optimizer | parameters", name);
+}
+
 }  // namespace bonfire::plan

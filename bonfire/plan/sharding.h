@@ -16,6 +16,9 @@ enum class Sharded { none, optimizer, gradients, parameters };
 // microbatch is reduced), or whole (and only the last one is).
 enum class Accumulation { sharded, full };
 
+// What lies in the memory of the host instead of the device's: masters and optimizer state, or parameters as well.
+enum class Offload { none, optimizer, parameters };
+
 // By how much each kind of model state is divided: each is 1 or F.
 struct Factors {
   int optimizer = 1;   // masters and optimizer state
@@ -29,5 +32,7 @@ BONFIRE_API Factors factors_of(Sharded what, int shard, Accumulation accumulatio
 BONFIRE_API const char* name_of(Sharded what);
 // Throws ConfigError for another name than none, optimizer, gradients, parameters.
 BONFIRE_API Sharded sharded_of(std::string_view name);
+// Throws ConfigError for another name than none, optimizer, parameters.
+BONFIRE_API Offload offload_of(std::string_view name);
 
 }  // namespace bonfire::plan

@@ -29,15 +29,14 @@ at::Tensor FlatSink::buffer(bool& fresh) {
 
 void Engine::State::begin_backward(bool is_last) {
   if (!residency) follow_freezing();
-  require(spent || !complete || factors.optimizer == factors.gradients,
+  require(spent || !complete || settings.backward_may_repeat(),
           "a second Engine::backward before the gradients of the first were used: with {} sharded, ranks hold only their "
           "share of "
           "these; call Engine::accumulate for all but the last",
           plan::name_of(options.what));
   last = is_last;
   complete = false;
-  // Gradients that are kept as shares are reduced in every microbatch.
-  reducing = last || factors.gradients > 1;
+  reducing = last || settings.reduces_every_microbatch();
   for (auto& flat : flats)
     if (spent) flat->set_share_written(false);
   for (auto& parameter : parameters) {
@@ -137,17 +136,15 @@ void Engine::State::end_step() {
   for (auto& parameter : parameters) {
     if (!parameter.trained) continue;
     const auto& flat = *flats[parameter.flat];
-    // A gradient of which the others hold parts is nobody's to read.
-    const bool whole = flat.keeps_whole_gradients() && factors.optimizer == 1;
-    parameter.tensor.mutable_grad() = whole ? flat.gradient_view(parameter.segment) : at::Tensor();
+    parameter.tensor.mutable_grad() = settings.gradients_readable() ? flat.gradient_view(parameter.segment) : at::Tensor();
   }
-  if (options.keep_buffers_equal) broadcast_buffers();
+  if (settings.keeps_buffers_equal()) broadcast_buffers();
   if (!learned) learn_order();
 }
 
 void Engine::State::broadcast_buffers() {
   const Group& all = mesh.group(Axis::data);
-  if (buffers.empty() || all.size() == 1) return;
+  if (buffers.empty()) return;
   std::int64_t bytes = 0;
   for (const auto& buffer : buffers) bytes += static_cast<std::int64_t>(buffer.nbytes());
   const at::NoGradGuard no_grad;
@@ -270,9 +267,7 @@ void Engine::check_equal() const {
   for (const auto& flat : state_->flats)
     for (std::size_t at = 0; at < flat->layout().regions.size(); ++at)
       held.push_back({flat->layout().segments.front().name, flat->held(at)});
-  // Where parameters are shares, each rank's own are compared with those of its replicas.
-  const bool whole = state_->factors.parameters == 1;
-  require_same_values(state_->mesh.group(whole ? Axis::data : Axis::replicate), held);
+  require_same_values(state_->mesh.group(state_->settings.of_copies()), held);
 }
 
 const Mesh& Engine::mesh() const { return state_->mesh; }

@@ -26,6 +26,8 @@ class Module;
 namespace bonfire {
 
 using plan::Accumulation;
+using plan::BackwardPrefetch;
+using plan::Offload;
 using plan::Sharded;
 
 // What happens to parameters that differ between ranks when training starts.
@@ -55,10 +57,6 @@ struct Precision {
   std::function<bool(const std::string& name, const at::Tensor& parameter)> keep{};
   bool scaled_loss = false;  // a gradient scaler is used; fp16 needs one
 };
-
-enum class BackwardPrefetch { before_reduction, after_reduction };
-
-enum class Offload { none, optimizer, parameters };
 
 struct ShardOptions {
   Sharded what = Sharded::none;
@@ -118,9 +116,8 @@ class BONFIRE_API Engine {
   void updated(std::size_t flat);
   void finish_update();
 
-  // A scope in which all parameters (or those of the Unit at `unit`) are whole and can be read through the module, in the
-  // type that forward reads. With `write`, what was changed is kept; every rank must make the same change. Collective, both
-  // when it begins and when it ends.
+  // A scope in which all parameters are whole and can be read through the module, in the type that forward reads. With
+  // `write`, what was changed is kept; every rank must make the same change. Collective when it begins.
   class BONFIRE_API FullParameters {
    public:
     ~FullParameters();

@@ -41,9 +41,9 @@ Engine::State::State(const Mesh& on, torch::nn::Module& module, ShardOptions ask
   reduction = options.hook ? options.hook : make_reduction(mesh.group(Axis::replicate), settings.over_replicas());
   reducer.emplace(pool.device(), reduction,
                   ReducerOptions{.shard = mesh.group(Axis::shard),
-                                 .wire = settings.wire,
+                                 .wire = settings.scattered_in(),
                                  .whole_gradients = settings.whole_gradients(),
-                                 .replicated = mesh.group(Axis::replicate).size() > 1,
+                                 .replicated = settings.replicated(),
                                  .must_go_on = [this] { return residency && !joining && residency->ranks_differ(); },
                                  .patience = options.patience});
   find_parameters(module);
@@ -97,6 +97,12 @@ void Engine::State::find_parameters(torch::nn::Module& module) {
         trained = prepared->flat->layout().trained(*segment);
       }
       members.back().push_back(parameters.size());
+      if (trained && compute == at::kHalf && !options.precision.scaled_loss)
+        fail_config(
+            "parameter '{}' is trained in fp16, but the loss is not scaled: small gradients would vanish; scale the loss "
+            "with "
+            "a GradScaler and say so (precision.scaled_loss), or use bf16",
+            member.name);
       parameters.push_back({.name = member.name,
                             .tensor = member.parameter,
                             .group = group,

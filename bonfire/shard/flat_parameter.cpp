@@ -96,8 +96,13 @@ void FlatParameter::bring_in(BufferPool& pool, const Source& source) {
   storage_.set_data_ptr_noswap({memory_->data(), storage_.device()});
   present_ = true;
   if (source.kept) gathering_ = std::exchange(kept_, nullptr);
-  gather_ = gather_into(memory_->bytes(layout_.bytes), source.group,
-                        source.kept ? gathering_->bytes(layout_.bytes / source.group.size()) : shard_);
+  const auto gather = [&] {
+    gather_ = gather_into(memory_->bytes(layout_.bytes), source.group,
+                          source.kept ? gathering_->bytes(layout_.bytes / source.group.size()) : shard_);
+  };
+  if (!source.beside || shard_.device() == storage_.device()) return gather();
+  source.beside->run(gather);
+  copied_ = source.beside->end();
 }
 
 void FlatParameter::take_part(BufferPool& pool, const Source& source) {
@@ -128,6 +133,8 @@ Work FlatParameter::gather_into(const at::Tensor& whole, const Group& group, con
 void FlatParameter::await() {
   gather_.wait();
   gather_ = {};
+  if (copied_) copied_->block(c10::impl::VirtualGuardImpl(storage_.device_type()).getStream(storage_.device()));
+  copied_.reset();
   gathering_.reset();
 }
 

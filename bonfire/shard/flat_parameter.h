@@ -14,6 +14,7 @@
 #include "bonfire/plan/sharding.h"
 #include "bonfire/shard/buffer_pool.h"
 #include "bonfire/shard/share.h"
+#include "bonfire/shard/side_stream.h"
 
 namespace bonfire {
 
@@ -66,7 +67,8 @@ class BONFIRE_API FlatParameter {
   struct Source {
     Group group{};
     bool kept = false;
-    std::int64_t place = -1;  // see BufferPool::borrow
+    std::int64_t place = -1;       // see BufferPool::borrow
+    SideStream* beside = nullptr;  // where a share that lies on the host is copied, so that the current stream can go on
   };
   // The whole buffer comes in, in memory of the pool (which must outlive the stay), filled by a gather that has only begun.
   // Nothing to do where it is always in.
@@ -140,6 +142,7 @@ class BONFIRE_API FlatParameter {
   std::shared_ptr<PoolBuffer> memory_, gradient_memory_;
   std::shared_ptr<PoolBuffer> kept_, gathering_;  // parts to gather from among fewer ranks; being gathered from
   Work gather_;
+  std::optional<c10::Event> copied_;  // of a share that came from the host
   std::int64_t generation_ = 0;
 };
 

@@ -1,7 +1,6 @@
 #include "bonfire/shard/reducer.h"
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -37,14 +36,9 @@ void Reducer::make_room() {
 bool Reducer::front_will_land() {
   if (!pool_.device().is_cpu()) return true;
   if (options_.must_go_on && options_.must_go_on()) patient_ = false;
-  const auto until = std::chrono::steady_clock::now() + options_.patience;
-  auto nap = std::chrono::microseconds(20);
-  while (patient_ && !flights_.front().landed && !flights_.front().work.done()) {
-    if (std::chrono::steady_clock::now() > until) patient_ = false;
-    std::this_thread::sleep_for(nap);
-    nap = std::min(nap * 2, std::chrono::microseconds(1000));
-  }
-  return flights_.front().landed || flights_.front().work.done();
+  auto& front = flights_.front();
+  if (patient_ && !front.landed) patient_ = front.work.wait_for(options_.patience);
+  return front.landed || front.work.done();
 }
 
 void Reducer::launch(std::size_t bucket) {
@@ -54,7 +48,7 @@ void Reducer::launch(std::size_t bucket) {
   const at::NoGradGuard no_grad;
   open(flat);
   // Where gradients are kept whole, those on their way take memory of the backend's.
-  if (options_.shard.size() > 1) make_room();
+  make_room();
   for (std::size_t at = 0; at < flat.layout().segments.size(); ++at) {
     if (!flat.layout().trained(at) || flat.written(at)) continue;
     // Not used in this step: it contributes nothing to the average.
@@ -67,7 +61,7 @@ void Reducer::launch(std::size_t bucket) {
   const bool divide_first = options_.wire && c10::elementSize(*options_.wire) == 2;
   for (const auto& share : flat.trained()) {
     auto whole = on_wire(flight, flat.gradient(share.region));
-    if (divide_first && options_.shard.size() > 1) whole.div_(options_.shard.size());
+    if (divide_first) whole.div_(options_.shard.size());
     transfers.push_back({whole, whole.narrow(0, share.share.begin, share.share.length)});
     flight.wholes.push_back(std::move(whole));
   }
@@ -79,9 +73,8 @@ void Reducer::launch(std::size_t bucket) {
   progress();
 }
 
-// Where nothing travels there is nothing to round.
 at::Tensor Reducer::on_wire(Flight& flight, const at::Tensor& whole) {
-  if (!options_.wire || whole.scalar_type() == *options_.wire || options_.shard.size() == 1) return whole;
+  if (!options_.wire || whole.scalar_type() == *options_.wire) return whole;
   const auto bytes = whole.numel() * static_cast<std::int64_t>(c10::elementSize(*options_.wire));
   flight.memory.push_back(pool_.borrow(bytes));
   auto rounded = flight.memory.back()->bytes(bytes).view(*options_.wire);

@@ -181,7 +181,7 @@ void Residency::release(std::size_t unit, bool backward_comes) {
 void Residency::let_go(std::size_t unit) {
   auto& at = units_[unit];
   if (following() && gather_comes_from_kept(unit))
-    at.home.flat->let_go_to(pool_, options_.kept);
+    at.home.flat->let_go_to(pool_, *options_.kept);
   else
     at.home.flat->let_go();
   at.entry = -1;
@@ -189,7 +189,7 @@ void Residency::let_go(std::size_t unit) {
 }
 
 bool Residency::gather_comes_from_kept(std::size_t unit) const {
-  if (options_.kept.size() == 1) return false;
+  if (!options_.kept) return false;
   for (std::size_t at = next_; at < course_->entries.size(); ++at)
     if (course_->entries[at].unit == unit) return course_->entries[at].from_kept;
   return false;
@@ -213,11 +213,12 @@ void Residency::issue_next() {
   const auto& what = course_->entries[entry];
   auto& at = units_[what.unit];
   auto& flat = *at.home.flat;
-  const bool kept = what.from_kept && options_.kept.size() > 1;
+  const bool kept = what.from_kept && options_.kept;
   const FlatParameter::Source source{
-      .group = kept ? options_.kept : options_.gathers,
+      .group = kept ? *options_.kept : options_.gathers,
       .kept = kept,
-      .place = static_cast<std::int64_t>(pass_) * places_of_a_pass + static_cast<std::int64_t>(entry)};
+      .place = static_cast<std::int64_t>(pass_) * places_of_a_pass + static_cast<std::int64_t>(entry),
+      .beside = &from_host_};
   if (flat.present()) {
     flat.take_part(pool_, source);
     at.uses_left += what.uses;
@@ -254,6 +255,7 @@ void Residency::need(std::size_t unit) {
     std::size_t turn = next_;
     while (turn < entries.size() && entries[turn].unit != unit) ++turn;
     if (turn < entries.size()) {
+      warn_of_order(unit, entries[next_].unit);
       while (next_ <= turn) {
         notes_.gathered(entries[next_].unit);
         issue_next();
@@ -271,6 +273,16 @@ void Residency::need(std::size_t unit) {
     negotiating_ = true;
   }
   negotiate(static_cast<std::ptrdiff_t>(unit));
+}
+
+// Ranks cannot know, without a word, whether the others run another order as well: each speaks for itself.
+void Residency::warn_of_order(std::size_t needed, std::size_t turn) {
+  if (needed == turn || std::exchange(warned_of_order_, true)) return;
+  options_.log.warning(
+      "rank {} needs Unit '{}' where the order of the first step has '{}'; Units are gathered in that order all the same, "
+      "which costs time and memory, here and wherever other ranks keep to it",
+      options_.gathers.world_ranks()[static_cast<std::size_t>(options_.gathers.rank())], units_[needed].home.name,
+      units_[turn].home.name);
 }
 
 // Collective: one number of every rank.

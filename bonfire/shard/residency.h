@@ -15,12 +15,13 @@
 #include "bonfire/shard/course.h"
 #include "bonfire/shard/flat_parameter.h"
 #include "bonfire/shard/host_clock.h"
+#include "bonfire/shard/side_stream.h"
 
 namespace bonfire {
 
 struct ResidencyOptions {
   Group gathers{};
-  Group kept{};  // among whom a Unit is gathered again in backward, where that is a smaller group
+  std::optional<Group> kept{};  // among whom a Unit is gathered again in backward, where that is a smaller group
   bool free_after_forward = true;
   int prefetch = 2;
   bool prefetch_before_reduction = true;
@@ -52,7 +53,7 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
   };
 
   Residency(BufferPool& pool, HostClock& host, ResidencyOptions options)
-      : pool_(pool), host_(host), options_(std::move(options)) {}
+      : pool_(pool), host_(host), options_(std::move(options)), from_host_(pool.device()) {}
 
   // The Units, after they were laid out (anew). REQUIRES: no pass is under way.
   void set_units(const std::vector<Home>& homes);
@@ -113,6 +114,7 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
   void issue_next();
   void pass_by_next();
   void need(std::size_t unit);
+  void warn_of_order(std::size_t needed, std::size_t turn);
   void negotiate(std::ptrdiff_t wanted);
   std::vector<std::int64_t> everyones(std::int64_t mine) const;
   void learn_course();
@@ -124,6 +126,7 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
   BufferPool& pool_;
   HostClock& host_;
   ResidencyOptions options_;
+  SideStream from_host_;  // copies of what is offloaded, beside the Units that run
   std::vector<Unit> units_;
   bool gathers_ = false;  // whether any Unit has memory that comes and goes
   std::unordered_map<const UnitSeam*, std::size_t> index_;
@@ -141,7 +144,7 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
   std::vector<std::shared_ptr<Use>> uses_;      // that may have a backward
   std::deque<std::size_t> spares_;              // gathered because others needed them, not used yet
 
-  bool warned_of_more_ = false, warned_of_disagreement_ = false;
+  bool warned_of_more_ = false, warned_of_disagreement_ = false, warned_of_order_ = false;
   std::vector<std::vector<std::weak_ptr<Use>>> graphs_;  // by Unit: uses whose backward may come, in this pass or later
 };
 

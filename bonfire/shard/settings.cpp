@@ -36,10 +36,6 @@ ShardSettings::ShardSettings(const Mesh& on, ShardOptions asked)
                                   {"buffers", precision.buffers}})
     if (type && *type != at::kDouble && *type != at::kFloat && *type != at::kBFloat16 && *type != at::kHalf)
       fail_config("precision.{} is {}; allowed: fp64, fp32, bf16 and fp16", key, c10::toString(*type));
-  if (options.precision.parameters == at::kHalf && !options.precision.scaled_loss)
-    fail_config(
-        "precision.parameters is fp16, but the loss is not scaled: small gradients would vanish; scale the loss with a "
-        "GradScaler and say so (precision.scaled_loss), or use bf16");
   if (options.reduction.compression == plan::Compression::powersgd && factor > 1)
     fail_config("PowerSGD with a sharding factor of {}: it needs whole matrices; allowed: a factor of 1", factor);
   if (options.offload == Offload::parameters && factors.parameters != factor)

@@ -17,6 +17,18 @@ struct ShardSettings {
 
   // Whether parameters have memory only while their Unit runs.
   bool comes_and_goes() const { return factors.parameters > 1 || options.offload == Offload::parameters; }
+  // Gradients that are kept as shares are reduced in every microbatch; others in the last alone.
+  bool reduces_every_microbatch() const { return factors.gradients > 1; }
+  // A second backward before the update adds to the first: no rank has dropped what others would need.
+  bool backward_may_repeat() const { return factors.optimizer == factors.gradients; }
+  // Gradients that a rank has whole, and averaged whole, are its user's to read.
+  bool gradients_readable() const { return factors.gradients == 1 && factors.optimizer == 1; }
+  bool keeps_buffers_equal() const { return options.keep_buffers_equal && mesh.group(Axis::data).size() > 1; }
+  bool replicated() const { return mesh.group(Axis::replicate).size() > 1; }
+  // Along which ranks hold the same of every parameter.
+  Axis of_copies() const { return factors.parameters == 1 ? Axis::data : Axis::replicate; }
+  // What gradients are rounded to before they are scattered. Where nothing travels there is nothing to round.
+  std::optional<at::ScalarType> scattered_in() const { return mesh.shape().shard > 1 ? wire : std::nullopt; }
   // What forward reads of a parameter. `own`: the type that it was given in.
   at::ScalarType compute_type(const std::string& name, const at::Tensor& parameter, at::ScalarType own) const;
   // In which backward writes the whole gradient of a parameter with a master of this type.

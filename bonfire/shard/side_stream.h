@@ -33,6 +33,14 @@ class SideStream {
     work();
   }
 
+  // The end of everything that was run; nothing on a CPU, where it has ended.
+  std::optional<c10::Event> end() const {
+    if (!stream_) return std::nullopt;
+    std::optional<c10::Event> event(std::in_place, stream_->device_type());
+    event->record(*stream_);
+    return event;
+  }
+
   // Stream: the current one goes on when everything that was run has ended.
   void join() {
     if (stream_) wait(current(), *stream_);

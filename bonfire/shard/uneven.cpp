@@ -28,7 +28,7 @@ void Engine::State::announce_pass(bool differentiates) {
 
 void Engine::State::announce_backward(bool is_last) {
   active = mesh.group(Axis::data).size();
-  const bool communicates = is_last || factors.gradients > 1 || settings.comes_and_goes();
+  const bool communicates = is_last || settings.reduces_every_microbatch() || settings.comes_and_goes();
   if (options.uneven_inputs && communicates) active = announce(1, is_last).heard().first;
 }
 

@@ -4,6 +4,7 @@
 #include "bonfire/comm/device.h"
 #include "bonfire/models/model.h"
 #include "bonfire/shard/build_scope.h"
+#include "bonfire/shard/share.h"
 #include "bonfire/train/predict.h"
 #include "bonfire/train/selection.h"
 
@@ -16,22 +17,6 @@ MeshShape mesh_shape(const Config::Layout& layout) {
           .shard = static_cast<int>(layout.shard),
           .context = static_cast<int>(layout.context),
           .tensor = static_cast<int>(layout.tensor)};
-}
-
-at::ScalarType scalar_type(plan::Dtype dtype) {
-  switch (dtype) {
-    case plan::Dtype::fp64: return at::kDouble;
-    case plan::Dtype::fp32: return at::kFloat;
-    case plan::Dtype::bf16: return at::kBFloat16;
-    case plan::Dtype::fp16: return at::kHalf;
-    case plan::Dtype::fp8: break;
-  }
-  fail("no parameters in {}: allowed are fp64, fp32, bf16 and fp16", plan::name_of(dtype));
-}
-
-Offload offload_of(const std::string& name) {
-  if (name == "optimizer") return Offload::optimizer;
-  return name == "parameters" ? Offload::parameters : Offload::none;
 }
 
 // The types of Units that layout.wrap_types' words stand for.
@@ -59,14 +44,13 @@ ShardOptions engine_options(const Config& config, const Log& log) {
   const auto layout = data_parallel_of(config);
   ShardOptions options{.what = layout.what,
                        .prefetch = layout.prefetch,
+                       .backward_prefetch = layout.backward_prefetch,
                        .accumulation = layout.accumulation,
-                       .offload = offload_of(config.layout.offload),
+                       .offload = layout.offload,
                        .buckets = layout.buckets,
                        .reduction = {.compression = layout.compression, .powersgd_rank = layout.powersgd_rank},
                        .negotiate_order = config.layout.agree_on_order,
                        .log = log};
-  if (layout.backward_prefetch == plan::BackwardPrefetch::after_reduction)
-    options.backward_prefetch = BackwardPrefetch::after_reduction;
   options.reshard_after_forward = layout.reshard_ranks > 0 ? ReshardAfterForward(layout.reshard_ranks)
                                                            : ReshardAfterForward(layout.reshard_after_forward);
   auto& precision = options.precision;

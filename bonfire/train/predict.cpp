@@ -51,6 +51,7 @@ plan::DataParallel data_parallel_of(const Config& config) {
           .prefetch = static_cast<int>(layout.prefetch),
           .backward_prefetch = layout.backward_prefetch == "after" ? plan::BackwardPrefetch::after_reduction
                                                                    : plan::BackwardPrefetch::before_reduction,
+          .offload = plan::offload_of(layout.offload),
           .compute = plan::dtype_of(train.precision),
           .gradient = gradient,
           .reduction = reduction,
@@ -64,12 +65,12 @@ plan::DataParallel data_parallel_of(const Config& config) {
 }
 
 plan::MemoryOptions memory_options_of(const Config& config) {
-  const bool on_cpu = config.run.device == "cpu" || (config.run.device == "auto" && !gpu_available());
+  const bool on_host = config.run.device == "cpu" || (config.run.device == "auto" && !gpu_available());
   return {.optimizer_states = optimizer_states(config.optimizer),
           .tokens = config.train.microbatch * tokens_per_sample(config),
           // The step in use and the two that the loader reads ahead.
           .data_bytes = 3 * config.train.batch / config.data_ranks() * sample_bytes(config),
-          .receives_apart = on_cpu};
+          .on_host = on_host};
 }
 
 plan::Memory predict_memory(const Config& config) {

@@ -42,6 +42,35 @@ std::vector<const void*> pointers(const std::vector<at::Tensor>& parts) {
 // Sizes around those of vectors, blocks and threads.
 const std::vector<std::int64_t> kSizes{1, 7, 1023, 1024, 1025, 16384, 70'001};
 
+// Rank 1 comes when rank 0 has seen that it does not.
+TEST(WorkWaitFor, SaysWhetherTheResultIsThere) {
+  run_ranks(2, [](World& world) {
+    const auto& group = world.group();
+    auto whole = at::ones({4}), part = at::empty({2});
+    auto sum = at::ones({3});
+    const Transfer transfer{whole, part};
+    if (world.rank() == 0) {
+      auto scattered = group.reduce_scatter(std::span(&transfer, 1), Reduce::sum);
+      auto summed = group.all_reduce(sum);
+      for (auto* work : {&scattered, &summed}) {
+        EXPECT_FALSE(work->wait_for(std::chrono::milliseconds(1)));
+        EXPECT_FALSE(work->wait_for(std::chrono::milliseconds(0)));
+      }
+      world.store().set("seen", std::vector<std::uint8_t>{1});
+      for (auto* work : {&scattered, &summed}) EXPECT_TRUE(work->wait_for(std::chrono::minutes(1)));
+    } else {
+      world.store().wait({"seen"});
+      auto scattered = group.reduce_scatter(std::span(&transfer, 1), Reduce::sum);
+      auto summed = group.all_reduce(sum);
+      scattered.wait();
+      summed.wait();
+    }
+    EXPECT_TRUE(at::equal(part, at::full({2}, 2.0f)));
+    EXPECT_TRUE(at::equal(sum, at::full({3}, 2.0f)));
+  });
+  EXPECT_TRUE(Work().wait_for(std::chrono::milliseconds(0)));
+}
+
 // What torch gives when it adds one part after the other, bit for bit.
 TEST(ReduceParts, AddsInTheOrderOfTheParts) {
   for (const auto dtype : {at::kFloat, at::kDouble, at::kLong})

@@ -173,6 +173,7 @@ std::string error_of(const std::function<void(const Group&)>& call) {
     } catch (const Error& error) {
       if (world.rank() == 0) message = error.what();
     }
+    world.group().barrier().wait();  // a rank that leaves closes its connections, and the other may not have made its own
   });
   return message;
 }

@@ -23,6 +23,35 @@ const PrecisionKind& kind(const std::string& name) {
   throw std::runtime_error(name);
 }
 
+TEST(Offload, MovesStateToTheHostAndLosesNothing) {
+  const auto model = toy_model({256, 512, 1024, 512});
+  const MemoryOptions on_gpu{.tokens = 8, .on_host = false};
+  for (const auto compute : {Dtype::fp32, Dtype::bf16}) {
+    DataParallel layout{.shard = 2, .what = Sharded::parameters, .compute = compute};
+    const auto whole = memory_of(model, layout, on_gpu);
+    layout.offload = Offload::optimizer;
+    const auto optimizer = memory_of(model, layout, on_gpu);
+    layout.offload = Offload::parameters;
+    const auto parameters = memory_of(model, layout, on_gpu);
+
+    EXPECT_EQ(whole.state.host, 0);
+    EXPECT_EQ(optimizer.state.parameters, whole.state.parameters);
+    EXPECT_EQ(optimizer.state.masters + optimizer.state.optimizer, 0);
+    // Adam's two moments and a master, which in fp32 is one more copy of what forward reads.
+    const auto copies = compute == Dtype::fp32 ? whole.state.parameters : whole.state.masters;
+    EXPECT_EQ(optimizer.state.host, whole.state.optimizer + copies);
+    EXPECT_EQ(parameters.state.total(), whole.state.gradients);
+    EXPECT_EQ(parameters.state.host, whole.state.total() - whole.state.gradients);
+    EXPECT_EQ(parameters.gathered, whole.gathered);
+
+    layout.offload = Offload::parameters;
+    EXPECT_EQ(memory_of(model, layout, {.tokens = 8}).state.host, 0) << "ranks that compute on the host";
+  }
+  // One rank that keeps nothing on its device gathers from its host.
+  EXPECT_GT(memory_of(model, {.offload = Offload::parameters}, on_gpu).gathered, 0);
+  EXPECT_TRUE(collectives_of_step(model, {.offload = Offload::parameters}).empty());
+}
+
 TEST(BytesPerParameter, AreTheOnesPeopleKnow) {
   const auto fp32 = bytes_per_parameter(kind("fp32"), {});
   EXPECT_EQ(fp32.parameters, 4);

@@ -55,9 +55,7 @@ List recorded(const World& world, const Case& run) {
   const Mesh mesh = world.mesh({.replicate = layout.replicate, .shard = layout.shard});
   ShardOptions options{.what = layout.what,
                        .prefetch = layout.prefetch,
-                       .backward_prefetch = layout.backward_prefetch == plan::BackwardPrefetch::before_reduction
-                                                ? BackwardPrefetch::before_reduction
-                                                : BackwardPrefetch::after_reduction,
+                       .backward_prefetch = layout.backward_prefetch,
                        .accumulation = layout.accumulation,
                        .buckets = layout.buckets,
                        .reduction = {.compression = layout.compression, .powersgd_rank = layout.powersgd_rank},

@@ -204,7 +204,14 @@ TEST(BadInput, IsRefusedInOneLine) {
                            : precision.buffers) = at::kInt;
     refused(1, with(1, options), {"precision." + name + " is Int", "fp32"});
   }
-  refused(1, with(1, {.precision = {.parameters = at::kHalf}}), {"precision.parameters is fp16", "scaled_loss"});
+  refused(1, with(1, {.precision = {.parameters = at::kHalf}}), {"is trained in fp16", "scaled_loss"});
+  refused(1,
+          [](World& world) {
+            Chain net(2);
+            net->to(at::kHalf);
+            shard(world.mesh({}), net);
+          },
+          {"is trained in fp16", "scaled_loss"});
   refused(1, with(1, {.prefetch = -1}), {"prefetch is -1", "0 or more"});
   refused(2, with(2, {.what = Sharded::parameters, .reshard_after_forward = 3}), {"reshard_after_forward = 3", "2"});
   refused(2, with(2, {.what = Sharded::parameters, .reshard_after_forward = -2}), {"reshard_after_forward = -2", "2"});

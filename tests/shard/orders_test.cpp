@@ -80,10 +80,9 @@ TEST(Orders, UnitsMayRunOnceMoreOnAllRanks) {
           return std::vector<Order>{{0, 1, 2, 3}, {0, 1, 1, 2, 3, 0}, {0, 1, 2, 3}, {3, 3, 2, 1, 0, 2}}[step];
         },
         {.patience = for_ever, .log = words.log()});
-  ASSERT_FALSE(words.warnings.empty());
-  for (const auto& warning : words.warnings)
-    EXPECT_NE(warning.find("Unit 'block0' is needed once more than in the order of the first step"), std::string::npos)
-        << warning;
+  EXPECT_TRUE(std::any_of(words.warnings.begin(), words.warnings.end(), [](const std::string& warning) {
+    return warning.starts_with("Unit 'block0' is needed once more than in the order of the first step");
+  })) << words.warnings.size();
 }
 
 TEST(Orders, RanksMayDisagreeFromTheFirstStepOn) {
@@ -99,9 +98,16 @@ TEST(Orders, RanksMayDisagreeFromTheFirstStepOn) {
 }
 
 TEST(Orders, RanksMayDisagreeLater) {
-  const ShardOptions options{.patience = briefly};
-  train(
-      8, [](int step, int rank) { return step > 0 && rank % 2 ? reversed(all_of(8)) : all_of(8); }, options);
+  Words words;
+  train(8, [](int step, int rank) { return step > 0 && rank % 2 ? reversed(all_of(8)) : all_of(8); },
+        {.patience = briefly, .log = words.log()});
+  ASSERT_FALSE(words.warnings.empty());
+  for (const auto& warning : words.warnings) {
+    EXPECT_TRUE(warning.starts_with("rank 1 needs Unit 'block7'") || warning.starts_with("rank 3 needs Unit 'block7'"))
+        << warning;
+    EXPECT_NE(warning.find("where the order of the first step has 'block"), std::string::npos) << warning;
+  }
+  const ShardOptions options{.patience = briefly, .log = Log::silent()};
   // Each rank its own.
   train(
       6,
