@@ -2,14 +2,18 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include "bonfire/models/model.h"
+#include "bonfire/plan/memory_table.h"
 #include "bonfire/train/build.h"
+#include "bonfire/train/selection.h"
 #include "tests/support/ranks.h"
+#include "tests/support/small_net.h"
 
 // What the configuration alone says a rank holds, against the buffers that a rank really has.
 namespace bonfire {
@@ -25,6 +29,12 @@ const std::map<std::string, std::string> models = {
     {"mlp", "[model]\ntype = \"mlp\"\ndim = 17\nlayers = 2\ninputs = 13\nclasses = 5\n"},
     {"vgg",
      "[model]\ntype = \"vgg\"\nimage = 8\nchannels = 1\nconvolutions = [5, 0, 7, 0]\npool = 2\nffn = 17\nclasses = 5\n"}};
+
+// A Unit of its own, and parts of one that is trained.
+const std::map<std::string, std::string> some_frozen = {{"llama", "['blocks.0', 'blocks.*.attention']"},
+                                                        {"gpt2", "['blocks.0', 'blocks.*.*.*.bias']"},
+                                                        {"mlp", "['blocks.0', 'blocks.*.feed.up']"},
+                                                        {"vgg", "['blocks.0', '*.*.weight']"}};
 
 struct Held {
   std::int64_t parameters = 0, gradients = 0, optimizer = 0;
@@ -76,6 +86,45 @@ TEST_P(Prediction, OfParametersGradientsAndOptimizerStateIsExact) {
       }
     }
   }
+}
+
+// The same for every way to divide four ranks, with every parameter trained and with some that are not, in Units of their
+// own and in Units with trained ones. What is predicted is what `bonfire plan --memory` prints in the file's row.
+TEST_P(Prediction, OfEveryDivisionIsExact) {
+  std::vector<Config> configs;
+  for (const auto& [shard, what] : testing::divisions())
+    for (const char* precision : {"fp32", "bf16"})
+      for (const std::string& freeze : {std::string("[]"), some_frozen.at(GetParam())}) {
+        configs.push_back(
+            parse_config(models.at(GetParam()), "a.toml",
+                         {"run.device=cpu", "train.batch=4", fmt::format("layout.replicate={}", 4 / shard),
+                          fmt::format("layout.shard={}", shard), fmt::format("layout.sharded={}", plan::name_of(what)),
+                          fmt::format("train.precision={}", precision), fmt::format("train.freeze={}", freeze)}));
+        resolve(configs.back(), 4);
+      }
+  testing::run_ranks(4, [&](World& world) {
+    for (const auto& config : configs) {
+      const auto table =
+          plan::memory_table(wrapped_model_of(config), data_parallel_of(config), memory_options_of(config), world.size());
+      const auto row = std::find_if(table.begin(), table.end(), [](const plan::MemoryRow& one) { return one.given; });
+      ASSERT_NE(row, table.end());
+      const auto& predicted = row->state;
+
+      bonfire::Run run(world, config);
+      for (int step = 0; step < 2; ++step) {
+        const auto batches = run.loader.next();
+        run.engine.backward(run.model->loss(batches->microbatches.at(0).input, batches->microbatches.at(0).target));
+        run.optimizer->step({});
+      }
+      const Held held = held_by(run);
+      const std::string what = fmt::format("F = {}, {}, {}, {} frozen", config.layout.shard, config.layout.sharded,
+                                           config.train.precision, config.train.freeze.empty() ? "none" : "some");
+      EXPECT_GT(held.optimizer, 0) << what;
+      EXPECT_EQ(predicted.parameters + predicted.masters, held.parameters) << what;
+      EXPECT_EQ(predicted.gradients, held.gradients) << what;
+      EXPECT_EQ(predicted.optimizer, held.optimizer) << what;
+    }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, Prediction, ::testing::Values("llama", "gpt2", "mlp", "vgg"),
