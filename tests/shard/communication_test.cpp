@@ -12,6 +12,7 @@
 #include "bonfire/plan/layout.h"
 #include "bonfire/shard/engine.h"
 #include "bonfire/shard/share.h"
+#include "tests/shard/twins.h"
 #include "tests/support/ranks.h"
 #include "tests/support/tiny_training.h"
 
@@ -19,6 +20,7 @@ namespace bonfire {
 namespace {
 
 using plan::DataParallel;
+using testing::Block;
 using testing::run_ranks;
 using testing::tiny_data;
 using testing::tiny_models;
@@ -193,6 +195,35 @@ TEST_P(Communication, OfCompressedReplicas) {
   });
 }
 
+// ZeRO-1 and ZeRO-2 move what replicas do, with every factor; ZeRO-3 gathers once more in backward, but for the Unit that
+// ran last and for what is the root's: with all ranks in one shard group half as much again.
+TEST_P(Communication, OfTheStagesOfZero) {
+  run_ranks(4, [&](World& world) {
+    const plan::BucketOptions one_per_unit{.bucket_bytes = 1, .first_bucket_bytes = 1};
+    const auto moved = [&](int factor, Sharded what) {
+      const DataParallel layout{.replicate = 4 / factor, .shard = factor, .what = what, .buckets = one_per_unit};
+      return plan::bytes_moved(recorded(world, {.spec = spec(), .layout = layout}), layout);
+    };
+    const double replicas = moved(1, Sharded::none), loss = 8 * 1.5;
+    const auto description = plan::describe(spec());
+    const bool root = description.units.front().kind == plan::UnitKind::root;
+    for (const int factor : {2, 4}) {
+      EXPECT_DOUBLE_EQ(moved(factor, Sharded::optimizer), replicas);
+      EXPECT_DOUBLE_EQ(moved(factor, Sharded::gradients), replicas);
+      // In the order of backward.
+      const auto flats =
+          plan::flats_of(description, {.replicate = 4 / factor, .shard = factor, .what = Sharded::parameters});
+      double again = 0;
+      for (std::size_t at = 1; at + (root ? 1 : 0) < flats.size(); ++at) again += static_cast<double>(flats[at].bytes);
+      const double seen = moved(factor, Sharded::parameters), share = (factor - 1.0) / factor;
+      EXPECT_DOUBLE_EQ(seen, replicas + share * again);
+      if (factor == 4 && !root) {
+        EXPECT_DOUBLE_EQ(seen - loss, 1.5 * (replicas - loss) - share * static_cast<double>(flats.front().bytes));
+      }
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(EveryModel, Communication, ::testing::Range(std::size_t{0}, tiny_models().size()),
                          [](const auto& info) { return std::string(tiny_models()[info.param].name); });
 
@@ -231,20 +262,57 @@ TEST(CommunicationOf, OneGatherMoreIsNoticed) {
   });
 }
 
-// ZeRO-1 and ZeRO-2 move what replicas do; ZeRO-3 half as much again, less the gather of the Unit that stays.
-TEST(CommunicationOf, TheStagesOfZero) {
+// A chain of Units that tells when backward has come to the first of them.
+struct LongImpl : torch::nn::Module {
+  explicit LongImpl(std::int64_t units) {
+    for (std::int64_t at = 0; at < units; ++at) blocks.push_back(register_module(fmt::format("{}", at), Block(6)));
+    testing::initialise(*this);
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (std::size_t at = 0; at < blocks.size(); ++at) {
+      x = blocks[at]->forward(x);
+      if (at == 0) x.register_hook([this](const at::Tensor&) { first_reached(); });
+    }
+    return x;
+  }
+  std::vector<Block> blocks;
+  std::function<void()> first_reached;
+};
+BONFIRE_UNIT(Long);
+
+// What is shared by a hybrid's replicas is reduced while backward still runs: a reduction over a shard group is followed by
+// one over the replicas as soon as its memory is wanted again, whatever the links take.
+TEST(CommunicationOf, AHybridReducesOverReplicasWhileBackwardRuns) {
+  static constexpr std::int64_t units = 9;
   run_ranks(4, [](World& world) {
-    const plan::BucketOptions one_per_unit{.bucket_bytes = 1, .first_bucket_bytes = 1};
-    const auto moved = [&](int factor, Sharded what) {
-      const DataParallel layout{.replicate = 4 / factor, .shard = factor, .what = what, .buckets = one_per_unit};
-      return plan::bytes_moved(recorded(world, {.spec = llama(), .layout = layout}), layout);
-    };
-    const double replicas = moved(1, Sharded::none), loss = 8 * 1.5;
-    EXPECT_DOUBLE_EQ(moved(4, Sharded::optimizer), replicas);
-    EXPECT_DOUBLE_EQ(moved(4, Sharded::gradients), replicas);
-    const auto flats = plan::flats_of(plan::describe(llama()), {.shard = 4, .what = Sharded::parameters});
-    const double last = static_cast<double>(flats.front().bytes) * 0.75;
-    EXPECT_DOUBLE_EQ(moved(4, Sharded::parameters) - loss, 1.5 * (replicas - loss) - last);
+    for (const auto what : {Sharded::optimizer, Sharded::gradients, Sharded::parameters})
+      for (const int prefetch : {0, 2}) {
+        Long net(units);
+        Engine engine = shard(world.mesh({.replicate = 2, .shard = 2}), net,
+                              {.what = what, .prefetch = prefetch, .buckets = {.bucket_bytes = 1, .first_bucket_bytes = 1}});
+        Sgd optimizer(engine, {.lr = 0.01});
+        const auto across = [](const List& list) {
+          return std::count_if(list.begin(), list.end(), [](const Collective& one) {
+            return one.kind == CollectiveKind::all_reduce && one.axis == Axis::replicate;
+          });
+        };
+        for (int step = 0; step < 3; ++step) {
+          std::int64_t before_the_first = -1;
+          net->first_reached = [&] { before_the_first = across(world.recorder().collectives()); };
+          world.recorder().clear();
+          world.recorder().start();
+          engine.backward(net->forward(testing::numbers({3, 6}, 1)).pow(2).mean());
+          world.recorder().stop();
+          const auto list = world.recorder().collectives();
+          EXPECT_EQ(across(list), units);
+          optimizer.step();
+          if (step == 0) continue;  // the order of backward is learned first
+          // All but the first Unit's were on their way by then, and of these only so many that had not landed.
+          const int limit = std::max(2, prefetch + 1);
+          EXPECT_GE(before_the_first, units - 1 - limit) << plan::name_of(what) << ", prefetch " << prefetch;
+          EXPECT_LT(before_the_first, units);
+        }
+      }
   });
 }
 

@@ -190,7 +190,8 @@ TEST(BadInput, IsRefusedInOneLine) {
       shard(world.mesh({.replicate = world.size() / factor, .shard = factor}), net, options);
     };
   };
-  refused(4, [](World& world) { world.mesh({.shard = 3}); }, {"3", "4"});
+  refused(4, [](World& world) { world.mesh({.shard = 3}); },
+          {"mesh 1 x 1 x 3 x 1 x 1 (pipeline, replicate, shard, context, tensor) has 3 ranks, but the world has 4"});
   refused(2, with(2, {.what = Sharded::none}),
           {"sharding factor 2 with nothing sharded", "optimizer | gradients | parameters"});
   for (const char* const key : {"parameters", "gradients", "reduction", "outputs", "buffers"}) {
