@@ -1,50 +1,46 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
+#include <utility>
 
 #include <fmt/format.h>
 #include <CLI/App.hpp>
 
 #include "bonfire/train/loop.h"
 #include "cli/commands.h"
+#include "cli/config_arguments.h"
 #include "cli/start.h"
 
 namespace bonfire::cli {
 
 void add_bench_step(CLI::App& bench, int& exit_code) {
   struct Arguments {
-    std::string file;
+    ConfigArguments config;
     std::optional<int> ranks;
     int steps = 20;
-    std::vector<std::string> overrides;
     bool json = false;
   };
   auto arguments = std::make_shared<Arguments>();
   CLI::App* command = bench.add_subcommand("step", "Time and memory of the training steps of a configuration");
-  command->add_option("file", arguments->file, "The configuration")->required()->type_name("FILE.toml");
+  arguments->config.add_to(*command);
   command->add_option("--ranks", arguments->ranks, "Start this many local ranks")->check(CLI::PositiveNumber);
   command->add_option("--steps", arguments->steps, "Steps to time, after one that is not")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  command->add_option("--set", arguments->overrides, "Override a key of the file")
-      ->type_name("SECTION.KEY=VALUE")
-      ->allow_extra_args(false);
   command->add_flag("--json", arguments->json, "Print one object on stdout; words go to stderr");
 
   command->callback([arguments, &exit_code] {
     // The first step sets up buffers and connections; the report leaves it out.
-    auto overrides = arguments->overrides;
+    auto overrides = arguments->config.overrides;
     overrides.push_back(fmt::format("train.steps={}", arguments->steps + 1));
     overrides.push_back("train.eval_every=0");
     overrides.push_back("train.trace_steps=0");
-    Config config = load_config(arguments->file, overrides);
+    Config config = load_config(arguments->config.file, overrides);
 
-    StartOptions options{.rank_arguments = {"bench", "step", arguments->file, "--steps", std::to_string(arguments->steps)},
+    StartOptions options{.rank_arguments = {"bench", "step", "--steps", std::to_string(arguments->steps)},
                          .ranks = arguments->ranks,
                          .keep_folder = false};
-    for (const auto& text : arguments->overrides)
-      options.rank_arguments.insert(options.rank_arguments.end(), {"--set", text});
+    for (auto& word : arguments->config.words()) options.rank_arguments.push_back(std::move(word));
     if (arguments->json) options.rank_arguments.push_back("--json");
 
     exit_code = start(config, options, [&](const World& world, const std::filesystem::path& folder) {

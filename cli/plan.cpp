@@ -13,15 +13,15 @@
 #include "bonfire/train/predict.h"
 #include "bonfire/train/selection.h"
 #include "cli/commands.h"
+#include "cli/config_arguments.h"
 
 namespace bonfire::cli {
 namespace {
 
 struct Arguments {
-  std::string file;
+  ConfigArguments config;
   std::optional<int> gpus;
   std::optional<double> cap;  // GiB
-  std::vector<std::string> overrides;
   bool memory = false;
   bool json = false;
 };
@@ -57,7 +57,7 @@ std::string percent(std::int64_t part, std::int64_t whole) {
 }
 
 Question ask(const Arguments& arguments) {
-  Question question{.config = load_config(arguments.file, arguments.overrides)};
+  Question question{.config = load_config(arguments.config.file, arguments.config.overrides)};
   resolve(question.config, question.config.ranks());
   question.model = wrapped_model_of(question.config);
   question.layout = data_parallel_of(question.config);
@@ -121,8 +121,8 @@ void print_words(const Question& question, const std::vector<plan::MemoryRow>& r
   }
   fmt::print(
       "\nstate: weights, gradients and optimizer state as they are held, with padding. peak: all of a rank, activations of\n"
-      "{} samples at once included.\n",
-      config.train.microbatch);
+      "{} sample{} at once included.\n",
+      config.train.microbatch, config.train.microbatch == 1 ? "" : "s");
   if (!cap) return;
   fmt::print("\nWith {} on a rank:\n", format_bytes(*cap));
   for (const auto& one : plan::precision_kinds()) {
@@ -184,15 +184,12 @@ void print_json(const Question& question, const std::vector<plan::MemoryRow>& ro
 void add_plan(CLI::App& program, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   CLI::App* command = program.add_subcommand("plan", "Say how much memory a configuration needs, sharded in every way");
-  command->add_option("file", arguments->file, "The configuration")->required()->type_name("FILE.toml");
+  arguments->config.add_to(*command);
   command->add_flag("--memory", arguments->memory, "Memory of a rank by precision, sharding factor and what is sharded");
   command->add_option("--gpus", arguments->gpus, "For this many data-parallel ranks (default: those of [layout])")
       ->check(CLI::Range(1, 1 << 20));
   command->add_option("--cap", arguments->cap, "Also say what fits into this many GiB on a rank")
       ->check(CLI::PositiveNumber);
-  command->add_option("--set", arguments->overrides, "Override a key of the file")
-      ->type_name("SECTION.KEY=VALUE")
-      ->allow_extra_args(false);
   command->add_flag("--json", arguments->json, "Print one object");
   command->callback([arguments, &exit_code] {
     if (!arguments->memory)

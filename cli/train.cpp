@@ -1,30 +1,27 @@
 #include <memory>
 #include <optional>
-#include <string>
-#include <vector>
+#include <utility>
 
 #include <fmt/format.h>
 #include <CLI/App.hpp>
 
 #include "bonfire/train/loop.h"
 #include "cli/commands.h"
+#include "cli/config_arguments.h"
 #include "cli/start.h"
 
 namespace bonfire::cli {
 
 void add_train(CLI::App& program, int& exit_code) {
   struct Arguments {
-    std::string file;
+    ConfigArguments config;
     std::optional<int> ranks;
     int max_restarts = 0;
-    std::vector<std::string> overrides;
     bool json = false;
   };
   auto arguments = std::make_shared<Arguments>();
   CLI::App* command = program.add_subcommand("train", "Train what a configuration file describes");
-  command->add_option("file", arguments->file, "The configuration; docs/configuration.md lists its keys")
-      ->required()
-      ->type_name("FILE.toml");
+  arguments->config.add_to(*command);
   command
       ->add_option(
           "--ranks", arguments->ranks,
@@ -32,17 +29,12 @@ void add_train(CLI::App& program, int& exit_code) {
       ->check(CLI::PositiveNumber);
   command->add_option("--max-restarts", arguments->max_restarts, "Start all ranks again after a failure, at most so often")
       ->check(CLI::NonNegativeNumber);
-  command->add_option("--set", arguments->overrides, "Override a key of the file")
-      ->type_name("SECTION.KEY=VALUE")
-      ->allow_extra_args(false);
   command->add_flag("--json", arguments->json, "Print one object on stdout at the end; words go to stderr");
 
   command->callback([arguments, &exit_code] {
-    Config config = load_config(arguments->file, arguments->overrides);
-    StartOptions options{
-        .rank_arguments = {"train", arguments->file}, .ranks = arguments->ranks, .max_restarts = arguments->max_restarts};
-    for (const auto& text : arguments->overrides)
-      options.rank_arguments.insert(options.rank_arguments.end(), {"--set", text});
+    Config config = load_config(arguments->config.file, arguments->config.overrides);
+    StartOptions options{.rank_arguments = {"train"}, .ranks = arguments->ranks, .max_restarts = arguments->max_restarts};
+    for (auto& word : arguments->config.words()) options.rank_arguments.push_back(std::move(word));
     if (arguments->json) options.rank_arguments.push_back("--json");
 
     exit_code = start(config, options, [&](const World& world, const std::filesystem::path& folder) {
