@@ -11,6 +11,7 @@
 
 #include <ATen/ATen.h>
 
+#include "bench/cpu/small_llama.h"
 #include "bonfire/base/clock.h"
 #include "bonfire/kernels/optimizer.h"
 #include "bonfire/models/model.h"
@@ -20,17 +21,11 @@ int main(int argc, char** argv) {
   int steps = 20;
   for (int at = 1; at + 1 < argc; ++at)
     if (std::strcmp(argv[at], "--steps") == 0) steps = std::max(1, std::atoi(argv[at + 1]));
-  constexpr std::int64_t batch = 8, sequence = 256, vocab = 4096;
+  constexpr std::int64_t batch = 8;
+  const auto spec = bench::small_llama();
+  const std::int64_t sequence = spec.positions, vocab = spec.vocab;
 
-  auto model = build_model({.type = plan::ModelType::llama,
-                            .dim = 256,
-                            .layers = 6,
-                            .heads = 8,
-                            .kv_heads = 8,
-                            .ffn = 1024,
-                            .vocab = vocab,
-                            .positions = sequence},
-                           {.seed = 1});
+  auto model = build_model(spec, {.seed = 1});
   std::vector<AdamBuffers> buffers;
   for (const auto& parameter : model->parameters())
     buffers.push_back({.parameters = parameter.detach().view(-1),

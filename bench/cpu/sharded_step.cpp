@@ -19,6 +19,7 @@
 #include <ATen/ops/randn.h>
 
 #include "bench/cpu/process_memory.h"
+#include "bench/cpu/small_llama.h"
 #include "bonfire/base/clock.h"
 #include "bonfire/bonfire.h"
 #include "bonfire/train/memory.h"
@@ -61,7 +62,9 @@ double median(std::vector<double> values) {
 }
 
 void measure(World& world, const Arguments& given) {
-  constexpr std::int64_t batch = 8, sequence = 256, vocab = 4096, pixels = 32, classes = 10;
+  constexpr std::int64_t batch = 8, pixels = 32, classes = 10;
+  const auto llama = bench::small_llama();
+  const std::int64_t sequence = llama.positions, vocab = llama.vocab;
   const auto argument = [&](const char* name, const char* otherwise) {
     const auto found = given.find(name);
     return found == given.end() ? std::string(otherwise) : found->second;
@@ -75,14 +78,6 @@ void measure(World& world, const Arguments& given) {
   bench::forget_peak_resident();
   const auto before = resident_bytes("VmRSS");
   const bool images = argument("model", "llama") == "vgg";
-  const plan::ModelSpec llama{.type = plan::ModelType::llama,
-                              .dim = 256,
-                              .layers = 6,
-                              .heads = 8,
-                              .kv_heads = 8,
-                              .ffn = 1024,
-                              .vocab = vocab,
-                              .positions = sequence};
   const plan::ModelSpec vgg{.type = plan::ModelType::vgg, .ffn = 1024, .classes = classes, .image = pixels, .pool = 1};
   auto model = build_model(images ? vgg : llama, {.seed = 1});
   ShardOptions options{.what = plan::sharded_of(argument("what", "parameters")),
