@@ -1,7 +1,7 @@
 // What the engine costs on a GPU: forward and backward of a Llama-shaped model in bf16 without an engine, with one, and as
 // one of several ranks that hold shares of it; and the host's time in the engine for each Unit of a step.
 //
-//   bench_engine [--layers 16] [--dim 2048] [--sequence 4096] [--batch 1] [--repeats 10]
+//   bench_engine [--layers 16] [--dim 2048] [--sequence 4096] [--batch 1] [--repeats 10] [--rounds 5]
 //   bonfire launch -n 2 -- bench_engine --layers 4 …      (ranks may share a GPU; then only the host's time means something)
 //
 // Without an engine gradients are autograd's own, in bf16; with one they are written to the flat fp32 buffer by the
@@ -11,7 +11,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <optional>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -29,7 +30,7 @@ using namespace bonfire;
 
 struct Arguments {
   std::int64_t layers = 16, dim = 2048, sequence = 4096, batch = 1;
-  int repeats = 10;
+  int repeats = 10, rounds = 5;
 };
 
 struct Spread {
@@ -62,59 +63,83 @@ class Bench {
                     .remainder(100000)
                     .view({arguments.batch, arguments.sequence})) {}
 
-  void bare() const {
+  void add_bare() {
     auto model = make();
     for (auto& parameter : model->parameters()) parameter.set_data(parameter.detach().to(at::kBFloat16));
-    report("no engine", time([&] {
-             model->loss(tokens_, tokens_).backward();
-             for (auto& parameter : model->parameters()) parameter.mutable_grad().reset();
-           }));
+    contenders_.push_back({.name = "no engine", .step = [this, model] {
+                             model->loss(tokens_, tokens_).backward();
+                             for (auto& parameter : model->parameters()) parameter.mutable_grad().reset();
+                           }});
   }
 
-  void sharded(const char* name, const MeshShape& shape, Sharded what) const {
+  void add_engine(const char* name, const MeshShape& shape, Sharded what) {
     auto model = make();
-    Engine engine = shard(world_.mesh(shape), *model,
-                          {.what = what, .precision = {.parameters = at::kBFloat16}, .start = Start::broadcast});
-    double host = 0;
-    std::vector<double> per_unit;
-    const double units = static_cast<double>(model->layers().size()) + 1;
-    report(name, time([&] {
-             engine.backward(model->loss(tokens_, tokens_));
-             engine.spend_gradients();
-             per_unit.push_back((engine.host_seconds() - host) / units);
-             host = engine.host_seconds();
-           }));
-    const auto [least, median, most] = spread({per_unit.begin() + 3, per_unit.end()});
-    if (world_.rank() == 0)
-      std::printf("%-28s host time in the engine per Unit: %.1f us [%.1f, %.1f]; pool %.2f GiB\n", "", median * 1e6,
-                  least * 1e6, most * 1e6, static_cast<double>(engine.pool_bytes()) / (1 << 30));
+    auto engine = std::make_shared<Engine>(shard(
+        world_.mesh(shape), *model, {.what = what, .precision = {.parameters = at::kBFloat16}, .start = Start::broadcast}));
+    contenders_.push_back({.name = name,
+                           .step =
+                               [this, model, engine] {
+                                 engine->backward(model->loss(tokens_, tokens_));
+                                 engine->spend_gradients();
+                               },
+                           .engine = engine,
+                           .units = static_cast<double>(model->layers().size()) + 1});
+  }
+
+  // In turn, since clocks drift; of every turn the first three steps are left out.
+  void run() {
+    for (int round = 0; round < arguments_.rounds; ++round)
+      for (auto& contender : contenders_) turn(contender);
+    for (const auto& contender : contenders_) report(contender);
+    if (contenders_.size() == 2 && world_.rank() == 0)
+      std::printf("the second against the first: %+.2f%%\n",
+                  100 * (spread(contenders_[1].seconds).median / spread(contenders_[0].seconds).median - 1));
   }
 
  private:
+  struct Contender {
+    std::string name;
+    std::function<void()> step;
+    std::shared_ptr<Engine> engine{};
+    double units = 1;
+    std::vector<double> seconds{}, host_seconds{};  // of steps; per Unit
+
+    double host() const { return engine ? engine->host_seconds() / units : 0; }
+  };
+
   std::shared_ptr<Model> make() const { return build_model(spec_of(arguments_), {.seed = 1, .device = world_.device()}); }
 
-  // Of one step each, without the first three.
-  std::vector<double> time(const std::function<void()>& step) const {
-    std::vector<double> seconds;
+  void turn(Contender& contender) const {
+    std::vector<double> mine;
     for (int repeat = 0; repeat < arguments_.repeats + 3; ++repeat) {
       synchronize(world_.device());
+      const double host = contender.host();
       const auto start = now_ns();
-      step();
+      contender.step();
       synchronize(world_.device());
-      if (repeat >= 3) seconds.push_back(seconds_since(start));
+      if (repeat < 3) continue;
+      mine.push_back(seconds_since(start));
+      contender.host_seconds.push_back(contender.host() - host);
     }
-    return seconds;
+    if (world_.rank() == 0) std::printf("  %-28s %.2f ms\n", contender.name.c_str(), spread(mine).median * 1e3);
+    contender.seconds.insert(contender.seconds.end(), mine.begin(), mine.end());
   }
 
-  void report(const char* name, const std::vector<double>& seconds) const {
-    const auto [least, median, most] = spread(seconds);
-    if (world_.rank() == 0)
-      std::printf("%-28s forward and backward %.2f ms [%.2f, %.2f]\n", name, median * 1e3, least * 1e3, most * 1e3);
+  void report(const Contender& contender) const {
+    if (world_.rank() != 0) return;
+    const auto [least, median, most] = spread(contender.seconds);
+    std::printf("%-28s forward and backward %.2f ms [%.2f, %.2f]\n", contender.name.c_str(), median * 1e3, least * 1e3,
+                most * 1e3);
+    if (!contender.engine) return;
+    const auto host = spread(contender.host_seconds);
+    std::printf("%-28s host time in the engine per Unit: %.1f us [%.1f, %.1f]; pool %.2f GiB\n", "", host.median * 1e6,
+                host.least * 1e6, host.most * 1e6, static_cast<double>(contender.engine->pool_bytes()) / (1 << 30));
   }
 
   const World& world_;
   const Arguments& arguments_;
   at::Tensor tokens_;
+  std::vector<Contender> contenders_;
 };
 
 }  // namespace
@@ -129,20 +154,19 @@ int main(int argc, char** argv) {
     if (is("--sequence")) arguments.sequence = value;
     if (is("--batch")) arguments.batch = value;
     if (is("--repeats")) arguments.repeats = static_cast<int>(value);
+    if (is("--rounds")) arguments.rounds = static_cast<int>(value);
   }
   return launch(argc, argv,
                 [&](World& world) {
-                  const Bench bench(world, arguments);
+                  Bench bench(world, arguments);
                   if (world.size() == 1) {
-                    // Twice, interleaved: clocks drift.
-                    for (int round = 0; round < 2; ++round) {
-                      bench.bare();
-                      bench.sharded("engine, F = 1", {}, Sharded::parameters);
-                    }
+                    bench.add_bare();
+                    bench.add_engine("engine, F = 1", {}, Sharded::parameters);
                   } else {
-                    bench.sharded("engine, replicas", {.replicate = world.size()}, Sharded::none);
-                    bench.sharded("engine, parameters sharded", {.shard = world.size()}, Sharded::parameters);
+                    bench.add_engine("engine, replicas", {.replicate = world.size()}, Sharded::none);
+                    bench.add_engine("engine, parameters sharded", {.shard = world.size()}, Sharded::parameters);
                   }
+                  bench.run();
                 },
                 {.device = [](const Environment& place) {
                   require(gpu_available(), "{}", gpu_unavailable_reason());
