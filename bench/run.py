@@ -141,7 +141,7 @@ class Bench:
 
     def wrapping(self):
         """One model whose Units differ in size, wrapped in different ways."""
-        ways = {"every Unit": "all", "at least 100,000 parameters": "100000", "at least 1,000,000 parameters": "1000000",
+        ways = {"every Unit": "all", "by type: the convolutions": "types:Convolution", "at least 100,000 parameters": "100000", "at least 1,000,000 parameters": "1000000",
                 "a predicate: every second Unit": "predicate", "all in one": "one"}
         runs = {name: [self.options.command, "launch", "-n", "2", "--",
                        *self.program("sharded_step", "--model", "vgg", "--wrap", way, "--steps", str(self.options.steps))]

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "bonfire/base/api.h"
+#include "bonfire/base/limits.h"
 #include "bonfire/kernels/gradient_sink.h"
 
 namespace bonfire {
@@ -21,7 +22,7 @@ BONFIRE_API at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor&
 struct LinearCrossEntropyOptions {
   CrossEntropyOptions loss{};
   std::shared_ptr<GradientSink> weight_sink{};
-  std::int64_t most_logit_bytes = std::int64_t{1} << 30;
+  std::int64_t most_logit_bytes = bonfire::most_logit_bytes;
 };
 
 // cross_entropy(x weight^T, target), which holds the logits once: their gradient takes their place while a row is in the

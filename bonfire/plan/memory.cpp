@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "bonfire/base/limits.h"
 #include "bonfire/base/size.h"
 #include "bonfire/plan/course.h"
 #include "bonfire/plan/loans.h"
@@ -112,12 +113,23 @@ class StepWalk {
   std::int64_t activations_in_backward(std::size_t at) const {
     const auto& unit = model_.units[at];
     const std::int64_t element = bytes_of(layout_.compute);
+    if (unit.kind == UnitKind::head && unit.output_elements * element * options_.tokens > most_logit_bytes)
+      return activations_of_chunks(at);
     const std::int64_t incoming = unit.kind == UnitKind::head ? 0 : unit.output_elements;
     const Dtype arrives = factors_.gradients > 1 ? layout_.reduction : layout_.gradient;
     const std::int64_t weight = unit.weight_apart || arrives != layout_.compute ? unit.weight_elements * element : 0;
     const std::int64_t working = std::max(unit.working_elements * element * options_.tokens,
                                           unit.working_beside_weight * element * options_.tokens + weight);
     return (kept_[at] + incoming * element) * options_.tokens + working;
+  }
+
+  // A head whose logits would be too many makes them in chunks, and both gradients in forward: that of the weight in fp32,
+  // that of its input in the place of the normed input, which is there as well until forward has ended.
+  std::int64_t activations_of_chunks(std::size_t at) const {
+    const auto& unit = model_.units[at];
+    const std::int64_t element = bytes_of(layout_.compute), input = unit.weight_elements / unit.output_elements;
+    const std::int64_t kept = kept_[at] - unit.output_elements * element;
+    return (kept + input * element) * options_.tokens + unit.weight_elements * bytes_of(Dtype::fp32) + most_logit_bytes;
   }
 
   void open(std::size_t flat) {
