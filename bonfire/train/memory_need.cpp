@@ -28,12 +28,14 @@ void require_memory(const Config& config) {
 
 void fail_for_memory(const Config& config, const std::string& refused) {
   const std::int64_t predicted = predict_memory(config).total();
+  const std::int64_t cap = config.run.memory_cap.count;
+  // Something that needs less than this layout was thought to; with a cap, no more than that either.
+  const std::int64_t most = cap > 0 ? std::min(cap, predicted - 1) : predicted - 1;
+  const auto fit = plan::smallest_fit(wrapped_model_of(config), data_parallel_of(config), memory_options_of(config), most);
   std::string advice = "use a smaller train.microbatch, or more ranks";
-  // Something that needs less than this layout was thought to.
-  if (const auto fit =
-          plan::smallest_fit(wrapped_model_of(config), data_parallel_of(config), memory_options_of(config), predicted - 1))
-    advice = fmt::format("layout.shard = {} with layout.sharded = \"{}\" would need less: {}", fit->shard,
-                         plan::name_of(fit->what), format_bytes(fit->bytes));
+  if (fit)
+    advice = fmt::format("layout.shard = {} with layout.sharded = \"{}\" would {}: {}", fit->shard, plan::name_of(fit->what),
+                         cap > 0 ? "fit" : "need less", format_bytes(fit->bytes));
   fail(
       "out of memory: {}; layout.shard = {} with layout.sharded = \"{}\" was predicted to need {} ({} bytes) on each rank; "
       "{}",

@@ -73,5 +73,27 @@ TEST_F(Loop, AnAllocationThatIsRefusedSaysWhatIsNeeded) {
       << advice;
 }
 
+// What an allocator has refused under a cap ends with a factor that is thought to fit it, not only to need less.
+TEST(MemoryNeed, AFactorThatFitsTheCapIsNamed) {
+  const auto peak = [](const char* shard, const char* replicate) {
+    return predict_memory(config_of(4, {shard, replicate})).total();
+  };
+  const auto whole = predict_memory(config_of(4, {})).total();
+  const auto half = peak("layout.shard=2", "layout.replicate=2"), quarter = peak("layout.shard=4", "layout.replicate=1");
+  ASSERT_LT(quarter, half);
+  const auto advice = [&](std::int64_t cap) {
+    return error_of([&] { fail_for_memory(config_of(4, {fmt::format("run.memory_cap={}", cap)}), "1 B too many"); });
+  };
+  const auto fits = [](const char* shard) {
+    return fmt::format("layout.shard = {} with layout.sharded = \"parameters\" would fit: ", shard);
+  };
+  EXPECT_NE(advice(half).find(fits("2")), std::string::npos) << advice(half);
+  EXPECT_NE(advice(half - 1).find(fits("4")), std::string::npos) << advice(half - 1);
+  EXPECT_NE(advice(quarter - 1).find("; use a smaller train.microbatch, or more ranks"), std::string::npos);
+  // The prediction was under the cap, and wrong: the layout that was refused is no advice.
+  EXPECT_NE(advice(2 * whole).find("layout.shard = 2 with layout.sharded = \"optimizer\" would fit: "), std::string::npos)
+      << advice(2 * whole);
+}
+
 }  // namespace
 }  // namespace bonfire
