@@ -23,7 +23,7 @@ MeshShape mesh_shape(const Config::Layout& layout) {
 Wrapping wrapping_of(const Config& config) {
   const auto& layout = config.layout;
   const auto& spec = config.model.spec;
-  Wrapping wrapping{.all_in_one = layout.wrap == WordOrNumber("all")};
+  Wrapping wrapping{.all_in_one = layout.wrap == WordOrNumber("all"), .ignored_parameters = ignored_parameters(config)};
   if (const auto* least = std::get_if<std::int64_t>(&layout.wrap)) wrapping.min_parameters = *least;
   for (const auto& type : layout.wrap_types) {
     if (type == "embedding") wrapping.types.push_back(spec.inputs ? "VectorEmbedding" : "TokenEmbedding");
@@ -47,9 +47,11 @@ ShardOptions engine_options(const Config& config, const Log& log) {
                        .backward_prefetch = layout.backward_prefetch,
                        .accumulation = layout.accumulation,
                        .offload = layout.offload,
+                       .start = config.train.start == "broadcast" ? Start::broadcast : Start::check,
                        .buckets = layout.buckets,
                        .reduction = {.compression = layout.compression, .powersgd_rank = layout.powersgd_rank},
-                       .negotiate_order = config.layout.agree_on_order,
+                       .negotiate_order = config.layout.negotiate_order,
+                       .debug = config.run.debug_parameters,
                        .log = log};
   options.reshard_after_forward = layout.reshard_ranks > 0 ? ReshardAfterForward(layout.reshard_ranks)
                                                            : ReshardAfterForward(layout.reshard_after_forward);
@@ -57,24 +59,46 @@ ShardOptions engine_options(const Config& config, const Log& log) {
   if (layout.compute != layout.master) precision.parameters = scalar_type(layout.compute);
   if (layout.gradient != layout.master) precision.gradients = scalar_type(layout.gradient);
   if (layout.keep) precision.keep = [keep = layout.keep](const std::string& name, const at::Tensor&) { return keep(name); };
+  if (const auto& type = config.train.output_precision; type != "model")
+    precision.outputs = scalar_type(plan::dtype_of(type));
+  if (const auto& type = config.train.buffer_precision; type != "model")
+    precision.buffers = scalar_type(plan::dtype_of(type));
   precision.scaled_loss = config.train.precision == "fp16";
   options.wrapping = wrapping_of(config);
   return options;
 }
 
-// Unit by Unit: a rank never holds more of the model than its shares and the Unit that is being built.
+// Unit by Unit: a rank never holds more of the model than its shares and the Unit that is being built. A Unit that is being
+// built does not know its name, so with names to be ignored the model is built whole.
 std::shared_ptr<Model> make_model(const Config& config, const Mesh& mesh, const World& world) {
-  const Build scope(mesh, engine_options(config, world.log()));
+  std::optional<Build> scope;
+  if (config.layout.ignore.empty()) scope.emplace(mesh, engine_options(config, world.log()));
   return build_model(model_of(config), {.seed = static_cast<std::uint64_t>(config.train.seed), .device = world.device()});
 }
 
-std::unique_ptr<Optimizer> make_optimizer(Engine& engine, const Config::Optimizer& o) {
+std::vector<ParameterRule> rules_of(const Config& config) {
+  const auto& optimizer = config.optimizer;
+  auto names = names_of_groups(config);
+  std::vector<ParameterRule> rules;
+  for (std::size_t at = 0; at < names.size(); ++at) {
+    const auto& [match, lr, weight_decay] = optimizer.group[at];
+    rules.push_back({.matches = [names = std::move(names[at])](const std::string& name,
+                                                               const at::Tensor&) { return names.contains(name); },
+                     .lr_factor = lr && optimizer.lr > 0 ? *lr / optimizer.lr : 1,
+                     .weight_decay = weight_decay.value_or(optimizer.weight_decay)});
+  }
+  return rules;
+}
+
+std::unique_ptr<Optimizer> make_optimizer(Engine& engine, const Config& config) {
+  const auto& o = config.optimizer;
   if (o.type == "sgd") {
     return std::make_unique<Sgd>(engine, SgdOptions{.lr = o.lr,
                                                     .momentum = o.momentum,
                                                     .weight_decay = o.weight_decay,
                                                     .nesterov = o.nesterov,
-                                                    .maximize = o.maximize});
+                                                    .maximize = o.maximize,
+                                                    .rules = rules_of(config)});
   }
   const AdamOptions options{.lr = o.lr,
                             .beta1 = o.betas[0],
@@ -82,7 +106,8 @@ std::unique_ptr<Optimizer> make_optimizer(Engine& engine, const Config::Optimize
                             .eps = o.eps,
                             .weight_decay = o.weight_decay,
                             .amsgrad = o.amsgrad,
-                            .maximize = o.maximize};
+                            .maximize = o.maximize,
+                            .rules = rules_of(config)};
   if (o.type == "adam") return std::make_unique<Adam>(engine, options);
   return std::make_unique<AdamW>(engine, options);
 }
@@ -138,7 +163,7 @@ Run::Run(const World& a_world, const Config& a_config)
       mesh(world.mesh(mesh_shape(config.layout))),
       model(make_model(config, mesh, world)),
       engine(shard(mesh, *model, engine_options(config, world.log()))),
-      optimizer(make_optimizer(engine, config.optimizer)),
+      optimizer(make_optimizer(engine, config)),
       scaler(make_scaler(config)),
       learning_rate(learning_rate_of(config)),
       loader(data.train, loader_options(config, mesh, world.device())) {

@@ -116,6 +116,31 @@ class Assignment {
       read(field.emplace<std::int64_t>(), value);
   }
 
+  void read(std::vector<OptimizerGroup>& field, const TomlValue& value) {
+    const auto* list = std::get_if<TomlArray>(&value.is);
+    if (!list) refuse(value, "is " + kind_of(value));
+    field.clear();
+    for (const auto& item : *list) {
+      const auto* table = std::get_if<TomlTable>(&item.is);
+      if (!table) refuse(value, "holds " + kind_of(item));
+      auto& group = field.emplace_back();
+      for (const auto& [key, given] : *table) {
+        if (key == "match" && std::holds_alternative<std::string>(given.is))
+          group.match = {std::get<std::string>(given.is)};
+        else if (key == "match")
+          read(group.match, given);
+        else if (key == "lr")
+          read(group.lr.emplace(), given);
+        else if (key == "weight_decay")
+          read(group.weight_decay.emplace(), given);
+        else
+          refuse(value, fmt::format("{} is not a setting of a group{}", key, guess(key, {"match", "lr", "weight_decay"})));
+      }
+      if (group.match.empty()) refuse(value, "a group without `match` is nobody's");
+      if (!group.lr && !group.weight_decay) refuse(value, "a group without a setting changes nothing");
+    }
+  }
+
   void check_choice(const std::string& word, const TomlValue& value) {
     const auto& choices = key_.choices;
     if (choices.empty() || std::find(choices.begin(), choices.end(), word) != choices.end()) return;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -22,6 +23,12 @@ using SwitchOrNumber = std::variant<bool, std::int64_t>;
 // One of a key's words, or how many.
 using WordOrNumber = std::variant<std::string, std::int64_t>;
 
+// Parameters with settings of their own.
+struct OptimizerGroup {
+  std::vector<std::string> match;
+  std::optional<double> lr, weight_decay;  // the optimizer's where none is given
+};
+
 // What a configuration file says. Its keys, their defaults, what is allowed and their one line of help stand in one table
 // (config_keys.cpp), from which the parser, the errors, the overrides, the writer and the reference page are made.
 struct BONFIRE_API Config {
@@ -34,6 +41,7 @@ struct BONFIRE_API Config {
     double watchdog = 300;
     double heartbeat = 30;
     bool debug_collectives = false;
+    bool debug_parameters = false;
     Bytes memory_cap;
   } run;
 
@@ -61,8 +69,11 @@ struct BONFIRE_API Config {
     std::string precision = "fp32";
     std::string gradient_precision = "fp32";
     std::string reduction_precision = "gradient";
+    std::string output_precision = "model";
+    std::string buffer_precision = "model";
     std::vector<std::string> keep_fp32;
     std::vector<std::string> freeze;
+    std::string start = "check";
     double clip = 1.0;
     double clip_value = 0;
     std::int64_t seed = 1;
@@ -87,6 +98,7 @@ struct BONFIRE_API Config {
     std::int64_t warmup = 20;
     std::string decay = "cosine";
     double min_lr = 0;
+    std::vector<OptimizerGroup> group;
     double loss_scale = 65536;
     std::int64_t scale_growth_interval = 2000;
   } optimizer;
@@ -104,7 +116,8 @@ struct BONFIRE_API Config {
     std::string accumulation = "sharded";
     WordOrNumber wrap = "unit";
     std::vector<std::string> wrap_types;
-    bool agree_on_order = false;
+    std::vector<std::string> ignore;
+    bool negotiate_order = false;
     std::string offload = "none";
     std::string recompute = "none";
     double bucket_mb = 25;

@@ -12,10 +12,12 @@
 namespace bonfire {
 
 // Where a key's value lives in a Config.
-using ConfigField = std::variant<bool& (*)(Config&), std::int64_t& (*)(Config&), double& (*)(Config&),
-                                 std::string& (*)(Config&), std::vector<std::string>& (*)(Config&),
-                                 std::vector<std::int64_t>& (*)(Config&), std::array<double, 2>& (*)(Config&),
-                                 Bytes& (*)(Config&), SwitchOrNumber& (*)(Config&), WordOrNumber& (*)(Config&)>;
+using ConfigField =
+    std::variant<bool& (*)(Config&), std::int64_t& (*)(Config&), double& (*)(Config&), std::string& (*)(Config&),
+                 std::vector<std::string>& (*)(Config&), std::vector<std::int64_t>& (*)(Config&),
+                 std::array<double, 2>& (*)(Config&), Bytes& (*)(Config&), SwitchOrNumber& (*)(Config&),
+                 WordOrNumber& (*)(Config&), std::vector<OptimizerGroup>& (*)(Config&)>;
+#define BONFIRE_FIELD(member) (+[](Config& config) -> decltype(auto) { return (config.member); })
 
 // Limits of a number; for a list, of each of its numbers.
 struct Range {
@@ -49,6 +51,7 @@ struct LaterKey {
 };
 
 const std::vector<ConfigKey>& config_keys();
+std::vector<ConfigKey> training_keys();  // those of [train] and after
 const std::vector<LaterKey>& later_keys();
 const std::string& help_of_section(const std::string& section);
 

@@ -42,7 +42,8 @@ std::string allowed_text(const ConfigKey& key) {
                                           "a list of two numbers",
                                           "bytes, as a number or a text such as \"2GiB\"",
                                           "true | false | an integer",
-                                          "an integer"};
+                                          "an integer",
+                                          "tables of match (names), lr and weight_decay (numbers)"};
   const bool or_number = std::holds_alternative<WordOrNumber& (*)(Config&)>(key.field);
   std::string text;
   for (const auto& choice : key.choices) text += (text.empty() ? "" : " | ") + (choice.empty() ? "\"\"" : choice);
@@ -70,6 +71,14 @@ TomlValue as_toml(const std::string& value) { return {.is = value}; }
 TomlValue as_toml(const Bytes& value) {
   if (value.count == 0) return {.is = std::int64_t{0}};
   return {.is = exact_bytes(value.count)};
+}
+template <class List>
+TomlValue as_toml(const List& list);
+TomlValue as_toml(const OptimizerGroup& group) {
+  TomlTable table{{"match", as_toml(group.match)}};
+  if (group.lr) table.push_back({"lr", as_toml(*group.lr)});
+  if (group.weight_decay) table.push_back({"weight_decay", as_toml(*group.weight_decay)});
+  return {.is = std::move(table)};
 }
 template <class... Types>
 TomlValue as_toml(const std::variant<Types...>& value) {

@@ -8,6 +8,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/toml.h"
+#include "bonfire/plan/dtype.h"
 
 namespace bonfire {
 namespace {
@@ -27,16 +28,36 @@ std::string full_name(const plan::UnitDescription& unit, const plan::ParameterDe
   return unit.name.empty() ? parameter.name : unit.name + "." + parameter.name;
 }
 
-// Words of keep_fp32 that stand for many names.
+// Words that stand for many names.
 constexpr const char* norms = "norms";
+constexpr const char* biases = "biases";
 constexpr const char* embeddings = "embeddings";
+
+// Whether `word` is one of them, and stands for this parameter.
+bool stands_for(const std::string& word, const plan::UnitDescription& unit, const plan::ParameterDescription& parameter) {
+  const std::string& name = parameter.name;
+  if (word == norms) return name.find("norm.") != std::string::npos;
+  if (word == biases) return name == "bias" || name.ends_with(".bias");
+  // Where it is tied, the root holds the embedding.
+  return word == embeddings && (unit.kind == plan::UnitKind::embedding || unit.kind == plan::UnitKind::root);
+}
 
 // Whether keep_fp32's `pattern` names a parameter, by its name inside the Unit: what stays in fp32 is alike in all blocks.
 bool is_kept(const std::string& pattern, const plan::UnitDescription& unit, const plan::ParameterDescription& parameter) {
-  if (pattern == norms) return parameter.name.find("norm.") != std::string::npos;
-  // Where it is tied, the root holds the embedding.
-  if (pattern == embeddings) return unit.kind == plan::UnitKind::embedding || unit.kind == plan::UnitKind::root;
-  return names_parameter(pattern, parameter.name);
+  return stands_for(pattern, unit, parameter) || names_parameter(pattern, parameter.name);
+}
+
+bool is_named(const std::string& pattern, const plan::UnitDescription& unit, const plan::ParameterDescription& parameter) {
+  return names_parameter(pattern, full_name(unit, parameter));
+}
+
+bool is_ignored(const Config& config, const std::string& full_name) {
+  const auto& patterns = config.layout.ignore;
+  return std::any_of(patterns.begin(), patterns.end(), [&](const auto& one) { return names_parameter(one, full_name); });
+}
+
+bool is_ignored(const Config& config, const plan::UnitDescription& unit, const plan::ParameterDescription& parameter) {
+  return is_ignored(config, full_name(unit, parameter));
 }
 
 // A name and every beginning of it that ends at a dot.
@@ -45,29 +66,44 @@ void add_name(std::set<std::string>& names, const std::string& name) {
   names.insert(name);
 }
 
-void require_frozen_names(const Config& config, const plan::ModelDescription& model) {
-  for (const auto& pattern : config.train.freeze) {
-    std::set<std::string> names;
+// Every one of a key's patterns names a parameter by its full name, or is one of `words` and stands for one.
+void require_names(const Config& config, const std::string& key, const std::vector<std::string>& patterns,
+                   const std::set<std::string>& words = {}) {
+  const auto model = plan::describe(config.model.spec);
+  for (const auto& pattern : patterns) {
+    std::set<std::string> names = words;
     bool found = false;
     for (const auto& unit : model.units)
       for (const auto& parameter : unit.parameters) {
-        found = found || names_parameter(pattern, full_name(unit, parameter));
+        found =
+            found || is_named(pattern, unit, parameter) || (words.contains(pattern) && stands_for(pattern, unit, parameter));
         add_name(names, full_name(unit, parameter));
       }
     if (found) continue;
     const std::vector<std::string> all(names.begin(), names.end());
     const std::string meant = nearest(pattern, all);
     std::set<std::string> first;  // a hundred blocks are no help
-    for (const auto& name : all) first.insert(name.substr(0, name.find('.')));
-    fail_key(config, "train.freeze",
-             fmt::format("\"{}\" names no parameter of this model{} allowed: names that begin with {}", pattern,
-                         meant.empty() ? ";" : fmt::format("; did you mean \"{}\"?", meant), fmt::join(first, " | ")));
+    for (const auto& name : all)
+      if (!words.contains(name)) first.insert(name.substr(0, name.find('.')));
+    fail_key(config, key,
+             fmt::format("\"{}\" names no parameter of this model{} allowed: {}names that begin with {}", pattern,
+                         meant.empty() ? ";" : fmt::format("; did you mean \"{}\"?", meant),
+                         words.empty() ? "" : fmt::format("{}, and ", fmt::join(words, " | ")), fmt::join(first, " | ")));
+  }
+}
+
+void require_groups(const Config& config) {
+  for (const auto& group : config.optimizer.group) {
+    require_names(config, "optimizer.group", group.match, {norms, biases, embeddings});
+    if (group.lr && *group.lr > 0 && config.optimizer.lr == 0)
+      fail_key(config, "optimizer.group",
+               "a group's lr follows the course of optimizer.lr, which is 0; allowed with it: no lr in a group");
   }
 }
 
 void require_kept_names(const Config& config, const plan::ModelDescription& model) {
   for (const auto& pattern : config.train.keep_fp32) {
-    std::set<std::string> names = {norms, embeddings};
+    std::set<std::string> names = {norms, biases, embeddings};
     bool found = false;
     for (const auto& unit : model.units)
       for (const auto& parameter : unit.parameters) {
@@ -121,15 +157,25 @@ bool names_parameter(std::string_view pattern, std::string_view name) {
 
 plan::ModelDescription model_of(const Config& config) {
   auto model = plan::describe(config.model.spec);
+  const auto& frozen = config.train.freeze;
   for (auto& unit : model.units)
     for (auto& parameter : unit.parameters)
-      for (const auto& pattern : config.train.freeze)
-        if (names_parameter(pattern, full_name(unit, parameter))) parameter.trained = false;
+      if (is_ignored(config, unit, parameter) ||
+          std::any_of(frozen.begin(), frozen.end(), [&](const auto& one) { return is_named(one, unit, parameter); }))
+        parameter.trained = false;
   return model;
 }
 
 plan::ModelDescription wrapped_model_of(const Config& config) {
   auto model = model_of(config);
+  for (auto& unit : model.units) {
+    std::erase_if(unit.parameters, [&](const plan::ParameterDescription& parameter) {
+      const bool ignored = is_ignored(config, unit, parameter);
+      if (ignored) model.constant_bytes += parameter.elements() * plan::bytes_of(plan::Dtype::fp32);
+      return ignored;
+    });
+    std::erase_if(unit.shared, [&](const std::string& name) { return is_ignored(config, name); });
+  }
   if (config.layout.wrap == WordOrNumber("unit") && config.layout.wrap_types.empty()) return model;
   if (model.units.front().kind != plan::UnitKind::root)
     model.units.insert(model.units.begin(), {.name = "", .kind = plan::UnitKind::root});
@@ -156,16 +202,45 @@ std::function<bool(const std::string& name)> kept_in_fp32(const Config& config) 
   return [kept = std::move(kept)](const std::string& name) { return kept.contains(name); };
 }
 
+std::vector<std::string> ignored_parameters(const Config& config) {
+  std::vector<std::string> names;
+  for (const auto& unit : plan::describe(config.model.spec).units)
+    for (const auto& parameter : unit.parameters)
+      if (is_ignored(config, unit, parameter)) names.push_back(full_name(unit, parameter));
+  return names;
+}
+
+std::vector<std::set<std::string>> names_of_groups(const Config& config) {
+  std::vector<std::set<std::string>> groups;
+  for (const auto& group : config.optimizer.group) {
+    auto& names = groups.emplace_back();
+    for (const auto& unit : plan::describe(config.model.spec).units)
+      for (const auto& parameter : unit.parameters)
+        for (const auto& pattern : group.match)
+          if (is_named(pattern, unit, parameter) || stands_for(pattern, unit, parameter))
+            names.insert(full_name(unit, parameter));
+  }
+  return groups;
+}
+
 void check_selections(const Config& config) {
   const auto model = model_of(config);
-  require_frozen_names(config, model);
+  require_names(config, "train.freeze", config.train.freeze);
+  require_names(config, "layout.ignore", config.layout.ignore);
+  require_groups(config);
+  if (!config.layout.ignore.empty() && config.train.precision != "fp32")
+    fail_key(config, "layout.ignore",
+             fmt::format("what is ignored stays in fp32, and does not go with train.precision = \"{}\"; allowed with: fp32",
+                         config.train.precision));
   require_kept_names(config, model);
   require_kinds(config, model);
   const bool trains = std::any_of(model.units.begin(), model.units.end(), [](const plan::UnitDescription& unit) {
     return std::any_of(unit.parameters.begin(), unit.parameters.end(),
                        [](const auto& parameter) { return parameter.trained; });
   });
-  if (!trains) fail_key(config, "train.freeze", "nothing is left to train; allowed: fewer names");
+  if (!trains)
+    fail_key(config, config.train.freeze.empty() ? "layout.ignore" : "train.freeze",
+             "nothing is left to train; allowed: fewer names");
 }
 
 }  // namespace bonfire

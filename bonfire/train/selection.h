@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -17,16 +18,22 @@ namespace bonfire {
 // dots: "blocks.*.attention" names "blocks.3.attention.qkv.weight".
 BONFIRE_API bool names_parameter(std::string_view pattern, std::string_view name);
 
-// The model, with what train.freeze leaves untrained.
+// The model, with what train.freeze and layout.ignore leave untrained.
 BONFIRE_API plan::ModelDescription model_of(const Config& config);
 
 // The same as layout.wrap and layout.wrap_types cut it: what does not stay together in a buffer of its own belongs to the
-// root. For arithmetic, not for building.
+// root, and what layout.ignore names is no parameter any more, only bytes. For arithmetic, not for building.
 BONFIRE_API plan::ModelDescription wrapped_model_of(const Config& config);
 
 // Whether forward reads a parameter in fp32 whatever train.precision says (train.keep_fp32); null where it reads none so.
 // The name is that in the model, or only that inside its Unit.
 BONFIRE_API std::function<bool(const std::string& name)> kept_in_fp32(const Config& config);
+
+// The full names of what layout.ignore says.
+BONFIRE_API std::vector<std::string> ignored_parameters(const Config& config);
+
+// The full names of the parameters of each group of the optimizer. One may be in several: the first is meant.
+BONFIRE_API std::vector<std::set<std::string>> names_of_groups(const Config& config);
 
 // Throws ConfigError for a pattern that names nothing, with the nearest name, where nothing would be trained, and for a kind
 // of Units that the model does not have.

@@ -54,6 +54,24 @@ TEST(Config, OverridesWinAndNeedNoQuotes) {
   EXPECT_EQ(config.optimizer.betas[1], 0.2);
 }
 
+TEST(Config, GroupsAreTables) {
+  for (const auto& config :
+       {parse_config("[optimizer]\nlr = 0.5\n[[optimizer.group]]\nmatch = [\"norms\", \"head\"]\nweight_decay = "
+                     "0\n[[optimizer.group]]\nmatch = \"embedding\"\nlr = 1\n",
+                     "a.toml"),
+        parse_config("", "a.toml",
+                     {"optimizer.group=[{match=[\"norms\", \"head\"], weight_decay=0}, {match=\"embedding\", lr=1}]"})}) {
+    const auto& groups = config.optimizer.group;
+    ASSERT_EQ(groups.size(), 2u);
+    EXPECT_EQ(groups[0].match, (std::vector<std::string>{"norms", "head"}));
+    EXPECT_EQ(groups[0].weight_decay, 0.0);
+    EXPECT_FALSE(groups[0].lr);
+    EXPECT_EQ(groups[1].match, std::vector<std::string>{"embedding"});
+    EXPECT_EQ(groups[1].lr, 1.0);
+    EXPECT_FALSE(groups[1].weight_decay);
+  }
+}
+
 TEST(Config, APresetIsWhatTheOtherKeysChange) {
   Config config = parse_config("[model]\nlayers = 2\npreset = \"gpt2-124m\"\n[data]\nsequence = 64\n", "a.toml");
   resolve(config, 1);
@@ -286,6 +304,39 @@ INSTANTIATE_TEST_SUITE_P(
                  {"a.toml:2", "checkpoint.every = 100", "checkpoints is not available"}},
         BadInput{
             "min_lr", "[optimizer]\nlr = 0.1\nmin_lr = 0.2\n", {"a.toml:3", "optimizer.min_lr = 0.2", "optimizer.lr = 0.1"}},
+        BadInput{"output_precision",
+                 "[train]\noutput_precision = \"fp64\"\n",
+                 {"a.toml:2", "train.output_precision = \"fp64\"", "model | fp32 | bf16 | fp16"}},
+        BadInput{"buffer_precision",
+                 "[train]\nbuffer_precision = \"bf61\"\n",
+                 {"a.toml:2", "train.buffer_precision = \"bf61\"", "did you mean bf16?"}},
+        BadInput{"start", "[train]\nstart = \"zero\"\n", {"a.toml:2", "train.start = \"zero\"", "check | broadcast"}},
+        BadInput{"debug", "[run]\ndebug_parameters = 1\n", {"a.toml:2", "run.debug_parameters = 1", "true or false"}},
+        BadInput{"ignore_name",
+                 "[layout]\nignore = [\"block.0\"]\n",
+                 {"a.toml:2", "\"block.0\" names no parameter", "did you mean \"blocks.0\"?"}},
+        BadInput{"ignore_precision",
+                 "[train]\nprecision = \"bf16\"\n[layout]\nignore = [\"head\"]\n",
+                 {"a.toml:4", "layout.ignore = [\"head\"]", "train.precision = \"bf16\"", "allowed with: fp32"}},
+        BadInput{"ignore_all",
+                 "[layout]\nignore = [\"*\"]\n",
+                 {"a.toml:2", "layout.ignore = [\"*\"]", "nothing is left to train"}},
+        BadInput{"group_kind", "[optimizer]\ngroup = 3\n", {"a.toml:2", "optimizer.group = 3", "is an integer"}},
+        BadInput{"group_key",
+                 "[[optimizer.group]]\nmatch = [\"head\"]\nweigth_decay = 0\n",
+                 {"a.toml:1", "weigth_decay is not a setting of a group; did you mean weight_decay?"}},
+        BadInput{"group_name",
+                 "[[optimizer.group]]\nmatch = [\"norm\"]\nlr = 0.1\n",
+                 {"optimizer.group = ", "\"norm\" names no parameter", "did you mean \"norms\"?",
+                  "biases | embeddings | norms, and names that begin with blocks | embedding | head"}},
+        BadInput{"group_match", "[[optimizer.group]]\nlr = 0.1\n", {"optimizer.group = ", "without `match`"}},
+        BadInput{"group_setting", "[[optimizer.group]]\nmatch = \"head\"\n", {"optimizer.group = ", "changes nothing"}},
+        BadInput{"group_lr",
+                 "[[optimizer.group]]\nmatch = \"head\"\nlr = -1\n",
+                 {"optimizer.group = -1", "is too small", "at least 0"}},
+        BadInput{"group_without_a_course",
+                 "[optimizer]\nlr = 0\n[[optimizer.group]]\nmatch = \"head\"\nlr = 0.1\n",
+                 {"optimizer.group = ", "optimizer.lr, which is 0"}},
         BadInput{"name", "[run]\nname = \"../x\"\n", {"a.toml:2", "run.name = \"../x\"", "letters"}},
         BadInput{"trace_past_the_end",
                  "[train]\nsteps = 4\ntrace_steps = 9\n",
@@ -303,6 +354,10 @@ TEST(Config, TheResolvedFileReadsBackToItself) {
         "[train]\nprecision = \"fp16\"\nbatch = 12\n[layout]\ncompression = \"powersgd\"\n",
         "[run]\nmemory_cap = \"3GiB\"\n[train]\nfreeze = [\"blocks.0\"]\n[layout]\nshard = 2\n",
         "[run]\nmemory_cap = 1234567890\n[layout]\nshard = 2\nreshard_after_forward = 2\nwrap = \"all\"\n",
+        "[run]\ndebug_parameters = true\n[train]\noutput_precision = \"bf16\"\nbuffer_precision = \"fp16\"\nstart = "
+        "\"broadcast\"\n[layout]\nignore = [\"head\"]\n",
+        "[[optimizer.group]]\nmatch = [\"norms\", \"blocks.0\"]\nlr = 0.1\n[[optimizer.group]]\nmatch = "
+        "\"head\"\nweight_decay = 0.0\n",
         "[layout]\nshard = 2\nsharded = \"optimizer\"\nwrap = 5000\nwrap_types = [\"block\"]\n"}) {
     Config config = parse_config(text, "a.toml");
     resolve(config, 2);

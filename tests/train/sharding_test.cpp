@@ -71,6 +71,15 @@ const std::vector<Setting>& settings() {
       {"offloaded_parameters", {"layout.offload=parameters"}},
       {"frozen", {}, {"train.freeze=[\"embedding\", \"blocks.0\", \"blocks.1.feed\"]"}},
       {"frozen_head", {"layout.wrap=all"}, {"train.freeze=[\"head\"]"}},
+      {"ignored", {}, {"layout.ignore=[\"blocks.0.feed\", \"head.norm.bias\"]"}},
+      {"ignored_unit", {"layout.wrap=1000"}, {"layout.ignore=[\"blocks.0\", \"embedding\"]"}},
+      {"ignored_and_tied", {}, {"layout.ignore=[\"tokens\"]"}},
+      {"groups",
+       {},
+       {"optimizer.group=[{match=\"norms\", weight_decay=0}, {match=[\"blocks.0\", \"biases\"], lr=0.002, "
+        "weight_decay=0.5}]"}},
+      {"broadcast", {"train.start=broadcast"}},
+      {"debug", {"run.debug_parameters=true"}},
       {"clipped", {}, {"train.clip_value=0.001", "train.clip=0.01"}},
       {"small_buckets", {"layout.sharded=gradients", "layout.first_bucket_mb=0.001", "layout.bucket_mb=0.003"}},
   };
@@ -127,6 +136,55 @@ TEST_F(Loop, FrozenParametersChangeTheRunAndCostNothing) {
   EXPECT_NE(all.losses().back(), some.losses().back());
   EXPECT_LT(some.report.predicted_memory_bytes, all.report.predicted_memory_bytes);
   EXPECT_LT(some.report.peak_memory_bytes, all.report.peak_memory_bytes);
+}
+
+// What is ignored is as good as frozen, and stays whole.
+TEST_F(Loop, WhatIsIgnoredIsNotTrained) {
+  const auto frozen = run("gpt2", 1, {"train.freeze=[\"blocks.0\"]"}),
+             ignored = run("gpt2", 1, {"layout.ignore=[\"blocks.0\"]"});
+  EXPECT_EQ(ignored.losses(), frozen.losses());
+  const auto half = run("gpt2", 2, {"layout.shard=2", "layout.ignore=[\"blocks.0\"]"});
+  EXPECT_NEAR(half.report.predicted_memory_bytes, half.report.peak_memory_bytes / 2, 0.05 * half.report.peak_memory_bytes);
+}
+
+// A group has the settings that a whole run could have.
+TEST_F(Loop, GroupsHaveSettingsOfTheirOwn) {
+  const Overrides plain = {"train.clip=0", "optimizer.weight_decay=0.1"};
+  const auto with = [&](const Overrides& more) {
+    auto all = plain;
+    add(all, more);
+    const auto outcome = run("gpt2", 1, all);
+    EXPECT_EQ(outcome.error, "");
+    return outcome.losses();
+  };
+  const auto as_it_is = with({});
+  expect_near(with({"optimizer.group=[{match=\"blocks\", lr=0, weight_decay=0.3}]"}), with({"train.freeze=[\"blocks\"]"}),
+              "no learning rate");
+  const char* everything = "[\"tokens\", \"embedding\", \"blocks\", \"head\"]";
+  EXPECT_EQ(with({fmt::format("optimizer.group=[{{match={}, lr=0.02, weight_decay=0.7}}]", everything)}),
+            with({"optimizer.lr=0.02", "optimizer.weight_decay=0.7"}));
+  EXPECT_EQ(with({fmt::format("optimizer.group=[{{match={}, lr=0.02}}]", everything)}), with({"optimizer.lr=0.02"}));
+  EXPECT_EQ(with({fmt::format("optimizer.group=[{{match={}, lr=0.01}}, {{match=\"blocks\", lr=0}}]", everything)}), as_it_is)
+      << "the first that matches decides";
+  EXPECT_NE(with({"optimizer.group=[{match=\"norms\", lr=0.1}]"}), as_it_is);
+  EXPECT_NE(with({"optimizer.group=[{match=\"biases\", lr=0.1}]"}), with({"optimizer.group=[{match=\"norms\", lr=0.1}]"}));
+}
+
+TEST_F(Loop, OutputsAreRounded) {
+  const auto own = run("llama", 1).losses(), rounded = run("llama", 1, {"train.output_precision=bf16"}).losses();
+  const auto has_eight_bits = [](double value) {
+    int exponent;
+    const double mantissa = std::ldexp(std::frexp(value, &exponent), 8);
+    return mantissa == std::floor(mantissa);
+  };
+  EXPECT_FALSE(std::all_of(own.begin(), own.end(), has_eight_bits));
+  EXPECT_TRUE(std::all_of(rounded.begin(), rounded.end(), has_eight_bits));
+}
+
+TEST_F(Loop, OrdersMayBeNegotiated) {
+  const auto outcome = run("gpt2", 4, {"layout.shard=4", "layout.negotiate_order=true"});
+  EXPECT_EQ(outcome.error, "");
+  expect_near(outcome.losses(), run("gpt2", 1).losses(), "negotiated");
 }
 
 TEST_F(Loop, PrecisionsOfEveryPartTrainSharded) {
