@@ -44,7 +44,7 @@ std::vector<ConfigKey> training_keys() {
        .field = BONFIRE_FIELD(train.keep_fp32),
        .help = "Parameters that forward reads in fp32 all the same: `norms`, `biases`, `embeddings`, or names inside a Unit "
                "such as "
-               "`feed.down.bias` or the beginnings of them.",
+               "`attention_norm` or the beginnings of them.",
        .where_key = "train.precision",
        .where_values = {"bf16", "fp16"}},
       {.name = "train.freeze",

@@ -101,14 +101,33 @@ void require_groups(const Config& config) {
   }
 }
 
+// Products take two factors of one type: what is read in another than the rest of its Unit may be in none with it.
+bool is_read_alone(const plan::UnitDescription& unit, const plan::ParameterDescription& parameter) {
+  return stands_for(norms, unit, parameter) || unit.kind == plan::UnitKind::embedding;
+}
+
+void require_read_alone(const Config& config, const plan::UnitDescription& unit,
+                        const plan::ParameterDescription& parameter) {
+  if (is_read_alone(unit, parameter)) return;
+  fail_key(config, "train.keep_fp32",
+           unit.kind == plan::UnitKind::root
+               ? fmt::format("the head multiplies with the embedding in {} (model.tied = true); allowed with it: norms",
+                             config.train.precision)
+               : fmt::format("\"{}\" is used in products in {}; allowed: {} | {}, and names of theirs",
+                             full_name(unit, parameter), config.train.precision, norms, embeddings));
+}
+
 void require_kept_names(const Config& config, const plan::ModelDescription& model) {
   for (const auto& pattern : config.train.keep_fp32) {
-    std::set<std::string> names = {norms, biases, embeddings};
+    std::set<std::string> names = {norms, embeddings};
     bool found = false;
     for (const auto& unit : model.units)
       for (const auto& parameter : unit.parameters) {
-        found = found || is_kept(pattern, unit, parameter);
-        add_name(names, parameter.name);
+        if (is_kept(pattern, unit, parameter)) {
+          found = true;
+          require_read_alone(config, unit, parameter);
+        }
+        if (is_read_alone(unit, parameter)) add_name(names, parameter.name);
       }
     if (found) continue;
     const std::vector<std::string> all(names.begin(), names.end());

@@ -304,6 +304,12 @@ INSTANTIATE_TEST_SUITE_P(
                  {"a.toml:2", "checkpoint.every = 100", "checkpoints is not available"}},
         BadInput{
             "min_lr", "[optimizer]\nlr = 0.1\nmin_lr = 0.2\n", {"a.toml:3", "optimizer.min_lr = 0.2", "optimizer.lr = 0.1"}},
+        BadInput{"kept_in_a_product",
+                 "[train]\nprecision = \"bf16\"\nkeep_fp32 = [\"feed\"]\n",
+                 {"a.toml:3", "\"blocks.0.feed.gate_up.weight\" is used in products in bf16", "norms | embeddings"}},
+        BadInput{"kept_and_tied",
+                 "[model]\ntied = true\n[train]\nprecision = \"bf16\"\nkeep_fp32 = [\"embeddings\"]\n",
+                 {"a.toml:5", "model.tied = true", "allowed with it: norms"}},
         BadInput{"output_precision",
                  "[train]\noutput_precision = \"fp64\"\n",
                  {"a.toml:2", "train.output_precision = \"fp64\"", "model | fp32 | bf16 | fp16"}},

@@ -46,11 +46,11 @@ TEST(Selection, NormsAndEmbeddingsMayStayInFp32) {
   EXPECT_FALSE(norms("embedding.tokens.weight"));
   EXPECT_FALSE(norms("blocks.3.attention.qkv.weight"));
   const auto more =
-      kept_in_fp32(config_of(gpt2, {"train.precision=bf16", "train.keep_fp32=[\"embeddings\", \"feed.*.bias\"]"}));
+      kept_in_fp32(config_of(gpt2, {"train.precision=bf16", "train.keep_fp32=[\"embeddings\", \"attention_*.bias\"]"}));
   EXPECT_TRUE(more("embedding.tokens.weight"));
   EXPECT_TRUE(more("embedding.positions"));
-  EXPECT_TRUE(more("blocks.3.feed.up.bias"));
-  EXPECT_TRUE(more("feed.down.bias")) << "the name inside the Unit is enough";
+  EXPECT_TRUE(more("blocks.3.attention_norm.bias"));
+  EXPECT_TRUE(more("attention_norm.bias")) << "the name inside the Unit is enough";
   EXPECT_FALSE(more("feed.down.weight"));
   EXPECT_FALSE(more("blocks.3.attention_norm.weight"));
 }

@@ -170,6 +170,17 @@ TEST_F(Loop, GroupsHaveSettingsOfTheirOwn) {
   EXPECT_NE(with({"optimizer.group=[{match=\"biases\", lr=0.1}]"}), with({"optimizer.group=[{match=\"norms\", lr=0.1}]"}));
 }
 
+TEST_F(Loop, WhateverMayStayInFp32Trains) {
+  for (const char* model : {"llama", "gpt2", "mlp"})
+    for (const char* kept : {"norms", "embeddings"}) {
+      if (std::string(model) == "mlp" && std::string(kept) == "norms") continue;
+      Overrides overrides = {"train.precision=bf16", fmt::format("train.keep_fp32=[\"{}\"]", kept), "layout.shard=2"};
+      if (std::string(model) != "mlp") overrides.push_back("model.tied=false");
+      const auto outcome = run(model, 2, overrides);
+      EXPECT_EQ(outcome.error, "") << model << ", " << kept;
+    }
+}
+
 TEST_F(Loop, OutputsAreRounded) {
   const auto own = run("llama", 1).losses(), rounded = run("llama", 1, {"train.output_precision=bf16"}).losses();
   const auto has_eight_bits = [](double value) {
