@@ -8,14 +8,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/shard/side_stream.h"
 
 namespace bonfire {
-namespace {
-
-c10::Stream current_stream(at::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
-
-}  // namespace
-
 void Conveyor::Lane::open(at::Device device, std::int64_t tray_bytes) {
   if (!stream) stream = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
   for (auto& tray : trays) {

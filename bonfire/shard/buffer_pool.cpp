@@ -1,18 +1,16 @@
 #include "bonfire/shard/buffer_pool.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/size.h"
+#include "bonfire/shard/side_stream.h"
 
 namespace bonfire {
 namespace {
 
 // Sizes that differ by less than this share a class.
 constexpr std::int64_t granule = 512;
-
-c10::Stream current_stream(at::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
 
 }  // namespace
 

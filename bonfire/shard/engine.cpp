@@ -12,13 +12,6 @@
 #include "bonfire/shard/engine_state.h"
 
 namespace bonfire {
-namespace {
-
-bool same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return a.data_ptr() == b.data_ptr() && a.scalar_type() == b.scalar_type();
-}
-
-}  // namespace
 
 at::Tensor FlatSink::buffer(bool& fresh) {
   if (home_) return home_(fresh);

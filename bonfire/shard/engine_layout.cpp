@@ -65,7 +65,8 @@ Engine::State::~State() {
 }
 
 void Engine::State::find_parameters(torch::nn::Module& module) {
-  if (settings.comes_and_goes()) require_marked_root(module);
+  // Outputs are cast where the root's forward ends, so that has to be known too.
+  if (settings.comes_and_goes() || options.precision.outputs) require_marked_root(module);
   groups = groups_of(module, options.wrapping);
   for (std::size_t group = 0; group < groups.size(); ++group) {
     members.emplace_back();

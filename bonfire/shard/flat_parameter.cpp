@@ -133,7 +133,7 @@ Work FlatParameter::gather_into(const at::Tensor& whole, const Group& group, con
 void FlatParameter::await() {
   gather_.wait();
   gather_ = {};
-  if (copied_) copied_->block(c10::impl::VirtualGuardImpl(storage_.device_type()).getStream(storage_.device()));
+  if (copied_) copied_->block(current_stream(storage_.device()));
   copied_.reset();
   gathering_.reset();
 }

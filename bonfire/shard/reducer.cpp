@@ -6,13 +6,6 @@
 #include <ATen/core/grad_mode.h>
 
 namespace bonfire {
-namespace {
-
-bool same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return a.data_ptr() == b.data_ptr() && a.scalar_type() == b.scalar_type();
-}
-
-}  // namespace
 
 void Reducer::begin(Flats& flats, bool last) {
   flats_ = &flats;

@@ -36,6 +36,11 @@ ShardSettings::ShardSettings(const Mesh& on, ShardOptions asked)
                                   {"buffers", precision.buffers}})
     if (type && *type != at::kDouble && *type != at::kFloat && *type != at::kBFloat16 && *type != at::kHalf)
       fail_config("precision.{} is {}; allowed: fp64, fp32, bf16 and fp16", key, c10::toString(*type));
+  // Over the replicas gradients are reduced as they are kept, or rounded to fewer bytes.
+  if (const auto kept = precision.gradients;
+      replicated() && kept && precision.reduction && c10::elementSize(*precision.reduction) > c10::elementSize(*kept))
+    fail_config("precision.reduction is {} for gradients kept in {} on {} replicas; allowed: {}, or fewer bytes",
+                c10::toString(*precision.reduction), c10::toString(*kept), mesh.shape().replicate, c10::toString(*kept));
   if (options.reduction.compression == plan::Compression::powersgd && factor > 1)
     fail_config("PowerSGD with a sharding factor of {}: it needs whole matrices; allowed: a factor of 1", factor);
   if (options.offload == Offload::parameters && factors.parameters != factor)

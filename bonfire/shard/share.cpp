@@ -31,6 +31,10 @@ plan::Dtype plan_dtype(at::ScalarType type) {
   }
 }
 
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.data_ptr() == b.data_ptr() && a.scalar_type() == b.scalar_type();
+}
+
 Share share_of(const plan::Region& region, int factor, int rank) {
   const std::int64_t length = region.elements / factor;
   return {length * (rank % factor), length};

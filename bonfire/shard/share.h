@@ -15,6 +15,9 @@ BONFIRE_API at::ScalarType scalar_type(plan::Dtype dtype);
 // Throws Error for a type that no region can have.
 BONFIRE_API plan::Dtype plan_dtype(at::ScalarType type);
 
+// Whether both begin at the same place and are read in the same type.
+BONFIRE_API bool same_memory(const at::Tensor& a, const at::Tensor& b);
+
 // Elements [begin, begin + length) of a region.
 struct Share {
   std::int64_t begin = 0;

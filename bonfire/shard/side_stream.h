@@ -9,6 +9,8 @@
 
 namespace bonfire {
 
+inline c10::Stream current_stream(at::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+
 // A second stream of a device for work beside the one that computes. On a CPU there is none, and everything runs at once.
 class SideStream {
  public:
@@ -47,7 +49,7 @@ class SideStream {
   }
 
  private:
-  c10::Stream current() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_); }
+  c10::Stream current() const { return current_stream(device_); }
   static void wait(const c10::Stream& waiting, const c10::Stream& waited_for) {
     c10::Event event(waited_for.device_type());
     event.record(waited_for);

@@ -264,7 +264,7 @@ std::vector<at::Tensor> buffers_of(torch::nn::Module& module, const Wrapping& wr
 
 void require_marked_root(torch::nn::Module& module) {
   if (!unit_of(module))
-    fail_config("the root ({}) is no Unit, so nothing tells when its parameters are needed: declare it with BONFIRE_UNIT",
+    fail_config("the root ({}) is no Unit, so nothing tells when it runs: declare it with BONFIRE_UNIT",
                 short_type_name(typeid(module)));
 }
 

@@ -225,6 +225,14 @@ TEST(BadInput, IsRefusedInOneLine) {
             shard(world.mesh({.shard = 2}), net, {.what = Sharded::parameters});
           },
           {"the root (Plain) is no Unit", "BONFIRE_UNIT"});
+  refused(1,
+          [](World& world) {
+            testing::Plain net;
+            shard(world.mesh({}), net, {.precision = {.outputs = at::kDouble}});
+          },
+          {"the root (Plain) is no Unit", "BONFIRE_UNIT"});
+  refused(2, with(1, {.precision = {.gradients = at::kBFloat16, .reduction = at::kFloat}}),
+          {"precision.reduction is Float for gradients kept in BFloat16 on 2 replicas", "fewer bytes"});
   refused(2,
           [](World& world) {
             UnitSequential inner(Block(6)), net;

@@ -356,7 +356,7 @@ TEST(Wrap, BadInputIsRefusedInOneLine) {
             "wrapping has all_in_one beside types, min_parameters or a predicate: it stands in their place; choose one");
   Unmarked unmarked;
   EXPECT_EQ(refusal([&] { require_marked_root(unmarked); }),
-            "the root (Unmarked) is no Unit, so nothing tells when its parameters are needed: declare it with BONFIRE_UNIT");
+            "the root (Unmarked) is no Unit, so nothing tells when it runs: declare it with BONFIRE_UNIT");
   EXPECT_EQ(refusal([&] { require_marked_root(*model); }), "nothing was refused");
 }
 
