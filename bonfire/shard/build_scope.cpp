@@ -8,13 +8,14 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/nn/sequential.h"
-#include "bonfire/shard/equality.h"
 
 namespace bonfire {
 namespace {
 
-// The floating-point parameters below `module` that no Unit inside it has taken.
-void collect(torch::nn::Module& module, const std::string& path, std::vector<NamedTensor>& into) {
+enum class Without { units, prepared_units };
+
+// The floating-point parameters below `module`, without those of Units inside it, or of those that have taken theirs.
+void collect(torch::nn::Module& module, const std::string& path, Without without, std::vector<NamedTensor>& into) {
   for (const auto& item : module.named_parameters(/*recurse=*/false)) {
     const auto& tensor = item.value();
     const bool met =
@@ -23,7 +24,8 @@ void collect(torch::nn::Module& module, const std::string& path, std::vector<Nam
   }
   for (const auto& child : module.named_children()) {
     const UnitSeam* const unit = unit_of(*child.value(), module);
-    if (!unit || !unit->prepared()) collect(*child.value(), path + child.key() + ".", into);
+    if (!unit || (without == Without::prepared_units && !unit->prepared()))
+      collect(*child.value(), path + child.key() + ".", without, into);
   }
 }
 
@@ -36,7 +38,8 @@ std::optional<std::size_t> PreparedUnit::segment(const at::Tensor& parameter) co
   return std::nullopt;
 }
 
-Build::Build(const Mesh& mesh, const ShardOptions& options) : settings_(mesh, options), observing_(*this) {
+Build::Build(const Mesh& mesh, const ShardOptions& options, InitUnit init)
+    : settings_(mesh, options), init_(std::move(init)), observing_(*this) {
   const auto& wrapping = options.wrapping;
   if (!settings_.comes_and_goes()) return;
   if (wrapping.predicate || wrapping.ignored || !wrapping.ignored_modules.empty() || !wrapping.ignored_parameters.empty())
@@ -46,12 +49,18 @@ Build::Build(const Mesh& mesh, const ShardOptions& options) : settings_(mesh, op
 }
 
 void Build::constructed(UnitSeam& unit) {
+  if (init_) {
+    const at::NoGradGuard no_grad;
+    BuiltUnit built{.number = built_++, .type = unit.type_name(), .parameters = {}};
+    collect(unit.module(), "", Without::units, built.parameters);
+    init_(built);
+  }
   const auto& wrapping = settings_.options.wrapping;
   const auto& types = wrapping.types;
   const bool chosen = types.empty() || std::find(types.begin(), types.end(), unit.type_name()) != types.end();
   if (!settings_.comes_and_goes() || wrapping.all_in_one || !chosen) return;
   std::vector<NamedTensor> tensors;
-  collect(unit.module(), "", tensors);
+  collect(unit.module(), "", Without::prepared_units, tensors);
   std::int64_t elements = 0;
   for (const auto& [name, tensor] : tensors) elements += tensor.numel();
   if (tensors.empty() || elements < wrapping.min_parameters) return;

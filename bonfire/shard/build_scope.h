@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -8,6 +10,7 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/nn/unit.h"
+#include "bonfire/shard/equality.h"
 #include "bonfire/shard/settings.h"
 
 namespace bonfire {
@@ -21,10 +24,19 @@ struct PreparedUnit {
   std::optional<std::size_t> segment(const at::Tensor& parameter) const;
 };
 
+// A Unit that has just been constructed, to be given its first values.
+struct BuiltUnit {
+  std::int64_t number = 0;  // Units are counted as their constructors end, the inner ones first: alike for every layout
+  std::string type;
+  std::vector<NamedTensor> parameters;  // its own, by their names in it; those of Units inside it came with them
+};
+using InitUnit = std::function<void(const BuiltUnit& unit)>;
+
 // A scope for a model that is too big to be built first: each Unit that is constructed in it is sharded before its
 // constructor returns, so that a rank never holds more than its shares and the Unit that is being built. shard() with the
-// same mesh and options then adopts them. Initialise a Unit's parameters in its constructor; with Start::broadcast they
-// become rank 0's. With options under which a rank holds the whole model, nothing happens here.
+// same mesh and options then adopts them. Initialise a Unit's parameters in its constructor, or by `init`, which is called
+// for every Unit before it is sharded, and where nothing is; with Start::broadcast they become rank 0's. With options under
+// which a rank holds the whole model, nothing else happens here.
 //
 //   std::optional<bonfire::Build> build(std::in_place, mesh, options);
 //   auto model = MyModel(...);
@@ -35,12 +47,14 @@ struct PreparedUnit {
 // the same order.
 class BONFIRE_API Build final : private UnitObserver {
  public:
-  Build(const Mesh& mesh, const ShardOptions& options);
+  Build(const Mesh& mesh, const ShardOptions& options, InitUnit init = {});
 
  private:
   void constructed(UnitSeam& unit) override;
 
   ShardSettings settings_;
+  InitUnit init_;
+  std::int64_t built_ = 0;
   std::unordered_map<const c10::TensorImpl*, std::string> owners_;  // the type of the Unit that took a parameter
   ObserveUnits observing_;
 };

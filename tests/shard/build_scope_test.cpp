@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <map>
 #include <optional>
 #include <vector>
 
@@ -12,9 +13,11 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/models/model.h"
+#include "bonfire/nn/sequential.h"
 #include "bonfire/optim/optimizer.h"
-#include "bonfire/plan/memory.h"
 #include "bonfire/train/memory.h"
+#include "tests/shard/twins.h"
+#include "tests/support/build_peak.h"
 #include "tests/support/rank_memory.h"
 #include "tests/support/ranks.h"
 #include "tests/support/tiny_training.h"
@@ -22,6 +25,8 @@
 namespace bonfire {
 namespace {
 
+using testing::fingerprints;
+using testing::peak_of_build;
 using testing::relative_distance;
 using testing::run_ranks;
 using testing::tiny_data;
@@ -74,34 +79,6 @@ TEST(BuildScope, BuiltUnitByUnitTrainsAlike) {
       EXPECT_TRUE(at::equal(scoped.weights, train(spec, options, 4, false, seed).weights)) << name;
     }
   }
-}
-
-// What a rank holds at most while a model is built Unit by Unit: the shares of those that are done and of the one at hand,
-// which is still whole; and the model's tables. The root's own parameters are there from the beginning.
-std::int64_t peak_of_build(const plan::ModelDescription& model, const plan::DataParallel& layout) {
-  auto flats = plan::flats_of(model, layout);
-  std::reverse(flats.begin(), flats.end());  // forward order, in which Units are built
-  std::int64_t shares = 0, peak = 0, root = 0;
-  std::size_t flat = 0;
-  const std::int64_t element = plan::bytes_of(layout.master);
-  for (const auto& unit : model.units) {
-    if (unit.parameters.empty()) continue;
-    const auto state = plan::model_state({flats[flat++]}, layout, /*optimizer_states=*/0).total();
-    if (unit.kind == plan::UnitKind::root) {
-      root = unit.parameter_elements() * element;
-      continue;  // the root is sharded when everything in it is
-    }
-    shares += state;
-    peak = std::max(peak, shares + root + unit.parameter_elements() * element);
-  }
-  return peak + model.constant_bytes;
-}
-
-// Equal values are shown by a number for each parameter, which each rank sends to every other.
-std::int64_t fingerprints(const plan::ModelDescription& model, int ranks) {
-  std::int64_t parameters = 0;
-  for (const auto& unit : model.units) parameters += static_cast<std::int64_t>(unit.parameters.size());
-  return parameters * (1 + ranks) * static_cast<std::int64_t>(sizeof(std::int64_t));
 }
 
 // Deep enough that a Unit is little beside all of them.
@@ -170,6 +147,67 @@ TEST(BuildScope, NeedsTheSharesAndOneUnit) {
     options.start = Start::broadcast;
     EXPECT_EQ(refused(spec, options, true, most + sent_last(model)), 0);
   }
+}
+
+// A Unit with one inside it, and parameters of its own.
+struct OuterImpl : torch::nn::Module {
+  OuterImpl() : inner(register_module("inner", testing::Block(6))), own(register_module("own", torch::nn::Linear(6, 6))) {}
+  at::Tensor forward(const at::Tensor& x) { return own->forward(inner->forward(x)); }
+  testing::Block inner;
+  torch::nn::Linear own;
+};
+BONFIRE_UNIT(Outer);
+
+// Law: what the user's function writes does not depend on the layout, and is what training starts from.
+TEST(BuildScope, UnitsAreInitialisedByTheUsersFunction) {
+  // Of every Unit in the order of their ends: the block inside and the one around it, twice; the sequence comes first.
+  const std::vector<std::string> types{"UnitSequential", "Block", "Outer", "Block", "Outer"};
+  const auto init = [&](std::vector<std::string>* seen) {
+    return [=](const BuiltUnit& unit) {
+      seen->push_back(unit.type);
+      EXPECT_EQ(unit.number, static_cast<std::int64_t>(seen->size()) - 1);
+      for (std::size_t at = 0; at < unit.parameters.size(); ++at) {
+        const auto& [name, tensor] = unit.parameters[at];
+        EXPECT_EQ(name.find("inner"), std::string::npos) << "that is another Unit's";
+        tensor.copy_(testing::numbers(tensor.sizes(), static_cast<std::uint64_t>(10 * unit.number) + at));
+      }
+    };
+  };
+  std::map<std::string, at::Tensor> expected;
+  const auto same = [&](const torch::nn::Module& net, const std::string& what) {
+    for (const auto& item : net.named_parameters()) {
+      ASSERT_TRUE(expected.contains(item.key()));
+      EXPECT_TRUE(at::equal(item.value(), expected.at(item.key()))) << what << ", " << item.key();
+    }
+  };
+  const std::vector<ShardOptions> all{{.what = Sharded::optimizer},
+                                      {.what = Sharded::parameters},
+                                      {.what = Sharded::parameters, .wrapping = {.all_in_one = true}},
+                                      {.what = Sharded::parameters, .wrapping = {.types = {"Outer"}}},
+                                      {.what = Sharded::parameters, .wrapping = {.min_parameters = 50}}};
+  const auto build = [&](const Mesh& mesh, const ShardOptions& options) {
+    std::vector<std::string> seen;
+    const Build scope(mesh, options, init(&seen));
+    UnitSequential net;
+    for (int at = 0; at < 2; ++at) net->push_back(Outer());
+    EXPECT_EQ(seen, types);
+    return net;
+  };
+  run_ranks(1, [&](World& world) {
+    auto net = build(world.mesh({}), {});
+    for (const auto& item : net->named_parameters()) expected[item.key()] = item.value().detach().clone();
+    EXPECT_EQ(expected.size(), 10u);
+  });
+  for (const int factor : {2, 4})
+    run_ranks(4, [&](World& world) {
+      for (std::size_t at = 0; at < all.size(); ++at) {
+        const Mesh mesh = world.mesh({.replicate = 4 / factor, .shard = factor});
+        auto net = build(mesh, all[at]);
+        Engine engine = shard(mesh, net, all[at]);
+        const auto whole = engine.full_parameters();
+        same(*net, fmt::format("F = {}, case {}", factor, at));
+      }
+    });
 }
 
 TEST(BuildScope, WhereARankHoldsTheWholeModelNothingHappens) {
