@@ -182,8 +182,9 @@ void FlatParameter::take_values() {
   for (auto& share : trained_) {
     if (!share.low_precision.defined()) continue;
     const auto now = regions_[share.region].narrow(0, share.share.begin, share.share.length);
-    const auto before = share.low_precision.to(now.device());
-    // Where nothing was changed the master keeps what rounding had taken away.
+    // What forward reads may lie in this very memory, so what it was before is told by the master. Where nothing was changed
+    // that keeps what rounding had taken away.
+    const auto before = share.master.to(now.options());
     const auto changed = now.ne(before).to(share.master.device());
     share.master.copy_(at::where(changed, now.to(share.master.options()), share.master));
   }

@@ -144,6 +144,26 @@ TEST(FlatParameter, GenerationsCountChangesOfTheValues) {
   EXPECT_EQ(flat.generation(), generation + 2);
 }
 
+// What was changed while the memory was in is kept, and only that: a master keeps what rounding has taken away.
+TEST(FlatParameter, MastersTakeWhatWasChanged) {
+  const auto plan = layout();
+  const auto members = parameters(plan);
+  FlatParameter flat(plan, members, {});
+  const auto& share = flat.trained().front();
+  ASSERT_TRUE(share.low_precision.defined());
+  const auto before = share.master.clone();
+  ASSERT_FALSE(at::equal(before, share.low_precision.to(at::kFloat))) << "rounding took nothing away";
+  flat.take_values();
+  EXPECT_TRUE(at::equal(share.master, before));
+  {
+    const at::NoGradGuard no_grad;
+    flat.region(share.region).narrow(0, 3, 1).fill_(2);
+  }
+  flat.take_values();
+  EXPECT_EQ(share.master[3].item<float>(), 2.0f);
+  EXPECT_TRUE(at::equal(share.master.narrow(0, 4, 20), before.narrow(0, 4, 20)));
+}
+
 TEST(FlatParameter, AnotherShapeIsNamed) {
   const auto plan = layout();
   const auto members = parameters(plan);

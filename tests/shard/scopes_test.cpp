@@ -79,25 +79,26 @@ TEST(FullParameters, ScopesMayNestAndModelsRunInsideThem) {
 // A master keeps what its rounded copy does not show, unless that was changed.
 TEST(FullParameters, ChangesKeepTheMastersOfTheRest) {
   run_ranks(2, [](World& world) {
-    Chain net(3);
-    net->to(at::kFloat);
-    Engine engine =
-        shard(world.mesh({.shard = 2}), net, {.what = Sharded::parameters, .precision = {.parameters = at::kBFloat16}});
-    const auto masters = [&] {
-      std::vector<at::Tensor> all;
-      for (const auto& flat : engine.flats())
-        for (const auto& share : flat->trained()) all.push_back(share.master.clone());
-      return at::cat(all);
-    };
-    const auto before = masters();
-    {
-      const auto write = engine.full_parameters(/*write=*/true);
-      const at::NoGradGuard no_grad;
-      net->blocks[0]->gain.fill_(2);
+    for (const auto what : {Sharded::optimizer, Sharded::gradients, Sharded::parameters}) {
+      Chain net(3);
+      net->to(at::kFloat);
+      Engine engine = shard(world.mesh({.shard = 2}), net, {.what = what, .precision = {.parameters = at::kBFloat16}});
+      const auto masters = [&] {
+        std::vector<at::Tensor> all;
+        for (const auto& flat : engine.flats())
+          for (const auto& share : flat->trained()) all.push_back(share.master.clone());
+        return at::cat(all);
+      };
+      const auto before = masters();
+      {
+        const auto write = engine.full_parameters(/*write=*/true);
+        const at::NoGradGuard no_grad;
+        net->blocks[0]->gain.fill_(2);
+      }
+      const auto changed = masters().ne(before);
+      EXPECT_EQ(world.group().sum(changed.sum().item<double>()), 6);
+      EXPECT_EQ(world.group().sum(masters().masked_select(changed).sum().item<double>()), 12);
     }
-    const auto changed = masters().ne(before);
-    EXPECT_EQ(world.group().sum(changed.sum().item<double>()), 6);
-    EXPECT_EQ(world.group().sum(masters().masked_select(changed).sum().item<double>()), 12);
   });
 }
 
