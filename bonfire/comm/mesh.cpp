@@ -52,6 +52,19 @@ Group Mesh::shard_subgroup(int ranks) const {
   return link ? made.over(link) : made;
 }
 
+Group Mesh::pipeline_subgroup(const std::vector<int>& places, const std::string& name) const {
+  const Group& pipeline = group(Axis::pipeline);
+  std::vector<int> members;
+  for (const int place : places) {
+    require(place >= 0 && place < pipeline.size(), "{}: place {} of a pipeline of {} ranks", name, place, pipeline.size());
+    members.push_back(pipeline.world_ranks()[static_cast<std::size_t>(place)]);
+  }
+  const Group made =
+      state_->communicators->group({.axis = Axis::pipeline, .name = name, .members = std::move(members)});
+  const auto& link = pipeline.state().link;
+  return link ? made.over(link) : made;
+}
+
 std::vector<int> ranks_along(const MeshShape& shape, Axis axis, int rank) {
   // The coordinates of `rank`, slowest axis first, and the step between neighbours along each axis.
   constexpr std::array axes{Axis::pipeline, Axis::replicate, Axis::shard, Axis::context, Axis::tensor};

@@ -3,6 +3,7 @@
 #include <array>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "bonfire/base/api.h"
 #include "bonfire/base/collective.h"
@@ -36,6 +37,9 @@ class BONFIRE_API Mesh {
   // The `ranks` consecutive members of the shard axis to which this rank belongs, over a communicator of their own.
   // Collective for each size, the first time. Throws ConfigError where `ranks` does not divide the axis.
   Group shard_subgroup(int ranks) const;
+  // The ranks at these places of the pipeline axis, over a communicator of their own: one for each name and list of places.
+  // Collective among them, the first time. REQUIRES: this rank is one of them.
+  Group pipeline_subgroup(const std::vector<int>& places, const std::string& name) const;
   // The same mesh with the given axis behind an emulated link. All groups of one axis share the link: they queue on it
   // together, in the order in which their collectives are issued.
   [[nodiscard]] Mesh over(Axis axis, const Link& link) const;

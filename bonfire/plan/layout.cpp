@@ -60,10 +60,10 @@ std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& groups, const 
   std::int64_t bytes = 0;
   bool open = false;
   for (std::size_t at = 0; at < groups.size(); ++at) {
-    if (!open) layouts.emplace_back(), bytes = 0;
+    if (!open || groups[at].apart) layouts.emplace_back(), bytes = 0;
     layouts.back().groups.push_back(at);
     bytes += trained_elements(groups[at]) * bytes_of(options.gradient);
-    open = !options.one_per_group && bytes < (layouts.size() == 1 ? options.first_bucket_bytes : options.bucket_bytes);
+    open = !options.one_per_group && !groups[at].apart && bytes < (layouts.size() == 1 ? options.first_bucket_bytes : options.bucket_bytes);
   }
   for (auto& layout : layouts) place(layout, groups, options.parts);
   return layouts;

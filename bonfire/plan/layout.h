@@ -29,6 +29,7 @@ struct ParameterSize {
 struct ParameterGroup {
   std::string name;
   std::vector<ParameterSize> parameters;
+  bool apart = false;  // in a buffer of its own
 };
 
 // A stretch of a flat buffer whose parameters are alike. Every region can be cut into equal parts, one for each rank of a

@@ -20,16 +20,21 @@ at::Tensor FlatSink::buffer(bool& fresh) {
   return parameter_.grad();
 }
 
+// Gradients that are kept as shares are reduced in every microbatch.
 void Engine::State::begin_backward(bool is_last) {
-  if (!residency) follow_freezing();
+  begin_backward({.reduces = is_last || settings.reduces_every_microbatch(), .last = is_last});
+}
+
+void Engine::State::begin_backward(const GradientPass& pass) {
+  if (!residency && !options.driven) follow_freezing();
   require(spent || !complete || settings.backward_may_repeat(),
           "a second Engine::backward before the gradients of the first were used: with {} sharded, ranks hold only their "
           "share of "
           "these; call Engine::accumulate for all but the last",
           plan::name_of(options.what));
-  last = is_last;
+  last = pass.last;
   complete = false;
-  reducing = last || settings.reduces_every_microbatch();
+  reducing = pass.reduces;
   for (auto& flat : flats)
     if (spent) flat->set_share_written(false);
   for (auto& parameter : parameters) {
@@ -49,7 +54,7 @@ void Engine::State::begin_backward(bool is_last) {
   running = true;
   reducer->begin(flats, last);
   if (joining) missing.assign(flats.size(), 0);
-  if (!settings.comes_and_goes() || joining) return;
+  if (!seams_gather() || joining) return;
   // Units that were not used are ready, on a rank that others may be waiting for.
   for (std::size_t at = 0; at < flats.size(); ++at)
     if (!residency->expects_backward(*flats[at])) missing[at] = 0;
@@ -105,7 +110,7 @@ at::Tensor Engine::State::sink_buffer(Parameter& parameter, bool& fresh) {
 // Buckets are reduced in one order on all ranks, whatever the order in which they get ready here.
 void Engine::State::launch_ready() {
   while (next < flats.size() && missing[next] == 0) {
-    if (settings.comes_and_goes()) residency->leave_out(*flats[next]);
+    if (seams_gather()) residency->leave_out(*flats[next]);
     reducer->launch(next++);
   }
 }
@@ -169,6 +174,7 @@ void Engine::State::scale_gradients() {
 }
 
 void Engine::State::run_backward(const at::Tensor& loss, bool is_last, const BackwardOptions& how) {
+  require(!options.driven, "Engine::backward of a module that a schedule runs (driven)");
   for (const auto& flat : flats) flat->require_intact();
   if (residency) residency->begin_backward(how.retain_graph);
   announce_backward(is_last);

@@ -80,6 +80,9 @@ struct ShardOptions {
   // How long a host waits for other ranks to reduce what it has before it goes on with more memory: they may wait for it,
   // where they run Units in another order.
   std::chrono::milliseconds patience{5000};
+  // Whoever runs the module says when parameters come and go and when gradients are reduced, instead of the seams and
+  // Engine::backward: a pipeline, whose schedule decides both. See Engine::unshard.
+  bool driven = false;
   bool debug = false;  // tensors that pass a seam are checked: none may lie in a parameter whose memory is out
   Log log{};
   Trace* trace = nullptr;
@@ -115,6 +118,27 @@ class BONFIRE_API Engine {
   // on with the next. `finish_update` ends that. Optimizers of ours call both. Collective.
   void updated(std::size_t flat);
   void finish_update();
+
+  // --- For a module that is run by a schedule (`driven`), in place of accumulate and backward.
+  // A step begins: what was frozen or thawed since the last one moves. Collective where something was.
+  void begin_step();
+  // Begins to gather all parameters; nothing where they are always in. Collective.
+  void unshard();
+  // Stream: the current one waits until they are there.
+  void await_parameters();
+  void reshard();
+  struct GradientPass {
+    bool reduces = true;  // these are the last gradients before a reduction, which begins with whatever is complete
+    bool last = true;     // and that is the last one of the step
+  };
+  // Between the two, gradients that autograd accumulates are added to those of the step. With `reduces`, all that is to be
+  // reduced is on its way at the end. Collective then.
+  void begin_gradients(const GradientPass& pass);
+  void end_gradients();
+  // Waits for the reductions of the step. Collective.
+  void finish_gradients();
+  // Something threw inside of a step: its gradients are lost.
+  void abandon_gradients();
 
   // A scope in which all parameters are whole and can be read through the module, in the type that forward reads. With
   // `write`, what was changed is kept; every rank must make the same change. Collective when it begins.

@@ -66,7 +66,7 @@ Engine::State::~State() {
 
 void Engine::State::find_parameters(torch::nn::Module& module) {
   // Outputs are cast where the root's forward ends, so that has to be known too.
-  if (settings.comes_and_goes() || options.precision.outputs) require_marked_root(module);
+  if (seams_gather() || options.precision.outputs) require_marked_root(module);
   groups = groups_of(module, options.wrapping);
   for (std::size_t group = 0; group < groups.size(); ++group) {
     members.emplace_back();
@@ -149,7 +149,7 @@ void Engine::State::install(torch::nn::Module& module) {
       set_gradient_sink(module, parameter.name, parameter.sink);
   }
   const auto& precision = options.precision;
-  if (!settings.comes_and_goes() && !precision.outputs && !precision.keep) return;
+  if (!seams_gather() && !precision.outputs && !precision.keep) return;
 
   ResidencyOptions how{.gathers = mesh.gathers(),
                        .free_after_forward = options.reshard_after_forward.free && options.reshard_after_forward.ranks != 1,
@@ -187,6 +187,7 @@ void Engine::State::lay_out(const std::vector<std::size_t>& order_of_groups) {
   for (const std::size_t group : order) {
     auto& size = sizes.emplace_back();
     size.name = groups[group].name;
+    size.apart = groups[group].apart;
     for (const std::size_t index : members[group]) {
       const auto& parameter = parameters[index];
       size.parameters.push_back({.name = parameter.name,
@@ -309,7 +310,7 @@ void Engine::State::tell_residency() {
     for (std::size_t group = 0; group < groups.size(); ++group) {
       if (groups[group].unit != seam || members[group].empty()) continue;
       home.name = groups[group].name.empty() ? "root" : groups[group].name;
-      if (settings.comes_and_goes()) home.flat = flats[parameters[members[group].front()].flat].get();
+      if (seams_gather()) home.flat = flats[parameters[members[group].front()].flat].get();
     }
     homes.push_back(std::move(home));
   }

@@ -73,6 +73,7 @@ struct Engine::State {
 
   // --- One backward (engine.cpp).
   void begin_backward(bool last);
+  void begin_backward(const GradientPass& pass);
   void backward_ended(const FlatParameter& flat);
   void arrive(Parameter& parameter, const at::Tensor& tensor);
   at::Tensor sink_buffer(Parameter& parameter, bool& fresh);
@@ -96,6 +97,10 @@ struct Engine::State {
   void announce_pass(bool differentiates);
   void announce_backward(bool is_last);
   bool join_others();
+
+  // --- Driven by a schedule (driven.cpp).
+  // Whether seams bring parameters in and let them go.
+  bool seams_gather() const { return settings.comes_and_goes() && !options.driven; }
 
   const ShardSettings settings;
   const Mesh& mesh = settings.mesh;

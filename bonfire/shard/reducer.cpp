@@ -48,7 +48,7 @@ void Reducer::launch(std::size_t bucket) {
     flat.gradient_view(at).zero_();
     flat.set_written(at, true);
   }
-  Flight flight{.bucket = bucket};
+  Flight flight{.bucket = bucket, .last = last_};
   std::vector<Transfer> transfers;
   // Sums of two-byte numbers could overflow where their average does not.
   const bool divide_first = options_.wire && c10::elementSize(*options_.wire) == 2;
@@ -103,7 +103,7 @@ void Reducer::land(Flight& flight) {
   for (const auto& memory : flight.memory) memory->finished();
   flight.wholes.clear();
   flight.landed = true;
-  if (last_) replicas_->begin(flight.bucket, flat);
+  if (flight.last) replicas_->begin(flight.bucket, flat);
 }
 
 void Reducer::land_front() {
@@ -128,6 +128,7 @@ void Reducer::end() {
 }
 
 void Reducer::abandon() {
+  if (!flats_) return;
   land_all();
   for (const auto stage : {&Reduction::advance, &Reduction::end})
     for (std::size_t at = 0; at < flats_->size(); ++at)

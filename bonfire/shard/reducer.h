@@ -56,6 +56,7 @@ class Reducer {
  private:
   struct Flight {
     std::size_t bucket = 0;
+    bool last = true;  // of its step
     Work work{};
     std::vector<at::Tensor> wholes{};  // of the trained shares' regions, as they travel
     std::vector<std::shared_ptr<PoolBuffer>> memory{};

@@ -24,7 +24,7 @@ ShardSettings::ShardSettings(const Mesh& on, ShardOptions asked)
       wire(wire_of(options)) {
   const int factor = mesh.shape().shard;
   for (const Axis axis : {Axis::pipeline, Axis::context, Axis::tensor})
-    if (mesh.shape().along(axis) > 1)
+    if (mesh.shape().along(axis) > 1 && !(axis == Axis::pipeline && options.driven))
       fail_config("mesh axis {} is {}: this version keeps whole layers on every rank; allowed: 1", name_of(axis),
                   mesh.shape().along(axis));
   if (options.prefetch < 0) fail_config("prefetch is {}; allowed: 0 or more Units", options.prefetch);
@@ -46,6 +46,8 @@ ShardSettings::ShardSettings(const Mesh& on, ShardOptions asked)
   if (options.offload == Offload::parameters && factors.parameters != factor)
     fail_config("offload of parameters with {} sharded and a factor of {}; allowed: sharded = parameters, or a factor of 1",
                 plan::name_of(options.what), factor);
+  if (options.driven && options.uneven_inputs)
+    fail_config("uneven_inputs with driven: a schedule has the same microbatches on all ranks; allowed: one of the two");
   if (const int to = options.reshard_after_forward.ranks; to < 0 || (to > 0 && factor % to != 0))
     fail_config("reshard_after_forward = {} with a sharding factor of {}; allowed: true, false, or a number that divides it",
                 to, factor);

@@ -65,6 +65,7 @@ class Survey {
   void meet(const std::string& name, const at::Tensor& tensor, const Place& place);
   bool wants(const Entry& unit) const;
   std::size_t owner(const Parameter& parameter) const;
+  std::size_t list_apart(const ModuleGroup::Member& member) const;
   void drop_small_units();
   void require_known_paths() const;
   void require_known_types() const;
@@ -178,9 +179,13 @@ std::vector<ModuleGroup> Survey::groups() {
   std::vector<ModuleGroup> all;
   if (!without_units || wrapping_.all_in_one)
     for (const auto& unit : units_) all.push_back({unit.path, {}, unit.seam});
+  const std::size_t apart = all.size();
+  for (const auto& names : wrapping_.apart) all.push_back({.name = names.empty() ? "" : names.front(), .apart = true});
   for (auto& parameter : parameters_) {
     if (parameter.ignored) continue;
-    if (without_units && !wrapping_.all_in_one)
+    if (const auto list = list_apart(parameter.member); list < wrapping_.apart.size())
+      all[apart + list].members.push_back(std::move(parameter.member));
+    else if (without_units && !wrapping_.all_in_one)
       all.push_back({parameter.member.name, {std::move(parameter.member)}});
     else
       all[owner(parameter)].members.push_back(std::move(parameter.member));
@@ -189,17 +194,30 @@ std::vector<ModuleGroup> Survey::groups() {
   return all;
 }
 
+// The number of the list of parameters apart that names it under any of its names; none: past the last.
+std::size_t Survey::list_apart(const ModuleGroup::Member& member) const {
+  std::size_t list = 0;
+  for (; list < wrapping_.apart.size(); ++list) {
+    const auto& names = wrapping_.apart[list];
+    if (contains(names, member.name)) break;
+    if (std::any_of(member.tied.begin(), member.tied.end(), [&](const auto& tied) { return contains(names, tied.name); }))
+      break;
+  }
+  return list;
+}
+
 void Survey::require_known_paths() const {
   const auto check = [](const char* kind, const std::vector<std::string>& paths, const std::vector<std::string>& known) {
     for (const auto& path : paths) {
       if (contains(known, path)) continue;
       const std::string meant = nearest(path, known);
-      fail_config("ignored {} '{}' does not exist{}", kind, path,
+      fail_config("{} '{}' does not exist{}", kind, path,
                   meant.empty() ? "" : fmt::format("; did you mean '{}'?", meant));
     }
   };
-  check("module", wrapping_.ignored_modules, module_paths_);
-  check("parameter", wrapping_.ignored_parameters, parameter_paths_);
+  check("ignored module", wrapping_.ignored_modules, module_paths_);
+  check("ignored parameter", wrapping_.ignored_parameters, parameter_paths_);
+  for (const auto& names : wrapping_.apart) check("parameter apart", names, parameter_paths_);
 }
 
 void Survey::require_known_types() const {

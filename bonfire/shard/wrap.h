@@ -25,6 +25,8 @@ struct Wrapping {
   // Instead of both: whether the Unit at this path does.
   std::function<bool(const std::string& path, torch::nn::Module& module)> predicate{};
   bool all_in_one = false;  // instead of all three: only the root does
+  // Parameters, by path, that are a group of their own: each list lies in one flat buffer, and nothing else does.
+  std::vector<std::vector<std::string>> apart{};
   // By path: stay the user's own; not sharded, not reduced, not touched.
   std::vector<std::string> ignored_modules{}, ignored_parameters{};
   std::function<bool(const std::string& path)> ignored{};  // more of them: asked for every module and every parameter
@@ -44,7 +46,8 @@ struct ModuleGroup {
   };
   std::string name;  // the path of the Unit, where it was met first; the root's is empty
   std::vector<Member> members;
-  UnitSeam* unit = nullptr;  // nullptr: of a root that is not marked, or of a module without Units
+  UnitSeam* unit = nullptr;  // nullptr: of a root that is not marked, of a module without Units, or apart
+  bool apart = false;        // in a flat buffer of its own
 };
 
 // The floating-point parameters of `module`, grouped by the Unit they belong to, in the order in which the Units are met;
