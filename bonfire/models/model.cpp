@@ -1,6 +1,6 @@
 #include "bonfire/models/model.h"
 
-#include <torch/nn/modules/container/modulelist.h>
+#include <charconv>
 
 #include "bonfire/base/error.h"
 #include "bonfire/models/parameter_maker.h"
@@ -25,6 +25,12 @@ std::vector<int> poolings_of(const plan::ModelSpec& spec) {
   return poolings;
 }
 
+std::size_t number_of(const std::string& digits) {
+  std::size_t number = 0;
+  std::from_chars(digits.data(), digits.data() + digits.size(), number);
+  return number;
+}
+
 class ChainImpl : public Model {
  public:
   ChainImpl(plan::ModelDescription description, const BuildOptions& build);
@@ -32,7 +38,7 @@ class ChainImpl : public Model {
   at::Tensor forward(at::Tensor input, at::Tensor target) override {
     at::Tensor x = std::move(input);
     for (const auto& layer : layers_) x = layer->forward(std::move(x));
-    return head_->forward(std::move(x), std::move(target));
+    return head_ ? head_->forward(std::move(x), std::move(target)) : x;
   }
 
  private:
@@ -50,7 +56,7 @@ ChainImpl::ChainImpl(plan::ModelDescription description, const BuildOptions& bui
     context.rotary = rotary_table({.positions = spec.positions, .head_dim = spec.head_dim, .theta = spec.rope_theta},
                                   at::TensorOptions(table_type).device(build.device));
   }
-  torch::nn::ModuleList blocks;
+  const auto blocks = std::make_shared<torch::nn::Module>("blocks");
   for (const auto& unit : description_.units) {
     switch (unit.kind) {
       case plan::UnitKind::root: {
@@ -65,17 +71,16 @@ ChainImpl::ChainImpl(plan::ModelDescription description, const BuildOptions& bui
         register_module("embedding", layers_.back());
         break;
       case plan::UnitKind::block: {
-        auto block = make_block(context, unit, blocks->size());
-        blocks->push_back(block);
-        layers_.push_back(std::move(block));
+        const std::string number = unit.name.substr(unit.name.rfind('.') + 1);
+        layers_.push_back(make_block(context, unit, number_of(number)));
+        blocks->register_module(number, layers_.back());
         break;
       }
-      case plan::UnitKind::head: break;  // after the blocks
+      case plan::UnitKind::head: head_ = OutputHead(context, unit).ptr(); break;
     }
   }
-  register_module("blocks", blocks);
-  head_ = OutputHead(context, description_.unit("head")).ptr();
-  register_module("head", head_);
+  if (!blocks->children().empty()) register_module("blocks", blocks);
+  if (head_) register_module("head", head_);
 }
 
 std::shared_ptr<Layer> ChainImpl::make_block(const UnitContext& context, const plan::UnitDescription& unit,

@@ -31,16 +31,18 @@ struct PublicParameter {
   std::string inside;  // path of the parameter in the model
 };
 
-// A model is a chain of Units, built from its description; the model is a Unit too. `forward` and all Units can be called
+// A model is a chain of Units, built from its description; the model is a Unit too. A description of a part (plan::part_of)
+// makes a part, which may lack its embedding or its head. `forward` and all Units can be called
 // through these base classes: the seams are passed all the same.
 class BONFIRE_API Model : public torch::nn::Module {
  public:
-  // Logits; with a target, the mean loss over it: fp32, or fp64 for an fp64 model.
+  // Logits; with a target, the mean loss over it: fp32, or fp64 for an fp64 model. Of a part without head: what the next one
+  // takes.
   virtual at::Tensor forward(at::Tensor input, at::Tensor target = {}) = 0;
   at::Tensor loss(const at::Tensor& input, const at::Tensor& target) { return forward(input, target); }
 
   const plan::ModelDescription& description() const { return description_; }
-  // All Units but the head, in forward order, and the head: what a pipeline cuts.
+  // All Units but the head, in forward order, and the head (null in a part without): what a pipeline cuts.
   const std::vector<std::shared_ptr<Layer>>& layers() const { return layers_; }
   const std::shared_ptr<Head>& head() const { return head_; }
 

@@ -193,6 +193,31 @@ std::int64_t ModelDescription::parameter_elements() const {
   return sum;
 }
 
+std::vector<std::string> chain_of(const ModelDescription& model) {
+  std::vector<std::string> names;
+  for (const auto& unit : model.units)
+    if (unit.kind != UnitKind::root) names.push_back(unit.name);
+  return names;
+}
+
+ModelDescription part_of(const ModelDescription& model, int begin, int end) {
+  ModelDescription part{.spec = model.spec, .units = {}, .constant_bytes = model.constant_bytes};
+  int number = 0;
+  bool shares = false;
+  for (const auto& unit : model.units) {
+    if (unit.kind == UnitKind::root) continue;
+    const bool inside = number >= begin && number < end;
+    ++number;
+    if (!inside) continue;
+    shares = shares || !unit.shared.empty();
+    part.units.push_back(unit);
+  }
+  require(begin >= 0 && begin < end && end <= number, "Units {}..{} of a model that has {}", begin, end - 1, number);
+  for (const auto& unit : model.units)
+    if (unit.kind == UnitKind::root && shares) part.units.insert(part.units.begin(), unit);
+  return part;
+}
+
 const UnitDescription& ModelDescription::unit(std::string_view name) const {
   for (const auto& unit : units)
     if (unit.name == name) return unit;

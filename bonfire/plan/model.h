@@ -120,6 +120,12 @@ struct ModelDescription {
   BONFIRE_API const UnitDescription& unit(std::string_view name) const;
 };
 
+// The Units that follow each other in forward: all but the root, which only holds what others share.
+BONFIRE_API std::vector<std::string> chain_of(const ModelDescription& model);
+// Units [begin, end) of the chain as a model of its own, under their own names: a stage of a pipeline. The root comes along
+// where one of them shares something of it.
+BONFIRE_API ModelDescription part_of(const ModelDescription& model, int begin, int end);
+
 // Resolves `spec`, then lists its Units.
 BONFIRE_API ModelDescription describe(const ModelSpec& spec);
 

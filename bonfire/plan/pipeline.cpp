@@ -1,0 +1,168 @@
+#include "bonfire/plan/pipeline.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "bonfire/base/error.h"
+
+namespace bonfire::plan {
+namespace {
+
+using schedule::Action;
+using schedule::Kind;
+
+ModelDescription stage_model(const ModelDescription& model, const PipelineLayout& layout, int stage) {
+  const auto& [begin, end] = layout.stages.at(static_cast<std::size_t>(stage));
+  return part_of(model, begin, end);
+}
+
+bool shares(const ModelDescription& part) {
+  return std::any_of(part.units.begin(), part.units.end(), [](const auto& unit) { return !unit.shared.empty(); });
+}
+
+// Stages that hold a copy of the root's parameters; one stage alone holds them as its own.
+std::vector<int> tied_stages(const ModelDescription& model, const PipelineLayout& layout) {
+  std::vector<int> stages;
+  for (int stage = 0; stage < static_cast<int>(layout.stages.size()); ++stage)
+    if (shares(stage_model(model, layout, stage))) stages.push_back(stage);
+  return stages;
+}
+
+class Row {
+ public:
+  Row(const ModelDescription& model, const PipelineLayout& layout, int rank)
+      : model_(model), layout_(layout), factors_(layout.data.factors()), tied_(tied_stages(model, layout)) {
+    const auto& row = layout.table.rows.at(static_cast<std::size_t>(rank));
+    for (std::size_t at = 0; at < row.size(); ++at) add(row, at);
+    add(CollectiveKind::broadcast, Axis::pipeline, 8 * layout.reports, layout.table.ranks());
+    add(CollectiveKind::all_reduce, Axis::data, 8, layout.data.ranks());  // the loss
+    if (layout.data.clip) {
+      add(CollectiveKind::all_reduce, Axis::pipeline, 8, layout.table.ranks());
+      add(CollectiveKind::all_reduce, Axis::shard, 8, factors_.optimizer);
+    }
+    if (factors_.optimizer > factors_.parameters)
+      for (const auto& [stage, flats] : flats_)
+        for (const auto& flat : flats) add(CollectiveKind::all_gather, Axis::shard, trained_bytes(flat), layout.data.shard);
+  }
+
+  std::vector<Collective> list() && { return std::move(list_); }
+
+ private:
+  static std::int64_t trained_bytes(const FlatLayout& flat) {
+    std::int64_t sum = 0;
+    for (const auto& region : flat.regions) sum += region.trained ? region.bytes() : 0;
+    return sum;
+  }
+
+  const std::vector<FlatLayout>& flats(int stage) {
+    auto& flats = flats_[stage];
+    if (flats.empty()) flats = flats_of_stage(model_, layout_, stage);
+    return flats;
+  }
+
+  void add(const std::vector<Action>& row, std::size_t at) {
+    const Action& action = row[at];
+    const auto bytes = [&](int stage) { return crossing_bytes(model_, layout_, stage, action.microbatch); };
+    switch (action.kind) {
+      case Kind::send_forward: return add(CollectiveKind::send, Axis::pipeline, bytes(action.stage), 2);
+      case Kind::send_backward: return add(CollectiveKind::send, Axis::pipeline, bytes(action.stage - 1), 2);
+      case Kind::receive_forward: return add(CollectiveKind::receive, Axis::pipeline, bytes(action.stage - 1), 2);
+      case Kind::receive_backward: return add(CollectiveKind::receive, Axis::pipeline, bytes(action.stage), 2);
+      case Kind::unshard:
+        for (const auto& flat : flats(action.stage))
+          add(CollectiveKind::all_gather, Axis::shard, flat.bytes, factors_.parameters);
+        return;
+      case Kind::reduce: return reduce(action.stage, last_reduction(row, at));
+      case Kind::tie: return tie(action);
+      default: flats(action.stage);
+    }
+  }
+
+  static bool last_reduction(const std::vector<Action>& row, std::size_t at) {
+    for (std::size_t later = at + 1; later < row.size(); ++later) {
+      if (row[later].stage != row[at].stage) continue;
+      if (row[later].kind == Kind::update) return true;
+      if (row[later].kind == Kind::reduce) return false;
+    }
+    return true;
+  }
+
+  void reduce(int stage, bool last) {
+    for (const auto& flat : flats(stage)) {
+      const std::int64_t elements = flat.trained_elements();
+      add(CollectiveKind::reduce_scatter, Axis::shard, elements * bytes_of(layout_.data.reduction), layout_.data.shard);
+      if (!last) continue;
+      for (const auto& region : flat.regions)
+        if (region.trained)
+          add(CollectiveKind::all_reduce, Axis::replicate,
+              region.elements / layout_.data.shard * bytes_of(layout_.data.gradient), layout_.data.replicate);
+    }
+  }
+
+  // Shares of the buffer that every one of the tied stages has alike.
+  void tie(const Action& action) {
+    if (!summed_.insert(action.microbatch).second) return;
+    std::set<int> ranks;
+    const schedule::Index index(layout_.table);
+    for (const int stage : tied_) ranks.insert(index.find(Kind::forward, stage, 0).rank);
+    for (const auto& flat : flats(action.stage)) {
+      if (!flat_is_root(flat, action.stage)) continue;
+      for (const auto& region : flat.regions)
+        if (region.trained)
+          add(CollectiveKind::all_reduce, Axis::pipeline, region.elements / factors_.optimizer * bytes_of(layout_.data.gradient),
+              static_cast<int>(ranks.size()));
+    }
+  }
+
+  bool flat_is_root(const FlatLayout& flat, int stage) const {
+    const auto part = stage_model(model_, layout_, stage);
+    return flat.segments.front().name == part.units.front().parameters.front().name;
+  }
+
+  void add(CollectiveKind kind, Axis axis, std::int64_t bytes, int ranks) {
+    if (ranks > 1 && bytes > 0) list_.push_back({kind, axis, bytes});
+  }
+
+  const ModelDescription& model_;
+  const PipelineLayout& layout_;
+  Factors factors_;
+  std::vector<int> tied_;
+  std::map<int, std::vector<FlatLayout>> flats_;  // of this rank's stages
+  std::set<int> summed_;
+  std::vector<Collective> list_;
+};
+
+}  // namespace
+
+std::vector<FlatLayout> flats_of_stage(const ModelDescription& model, const PipelineLayout& layout, int stage) {
+  const auto part = stage_model(model, layout, stage);
+  const auto& data = layout.data;
+  if (!shares(part) || tied_stages(model, layout).size() < 2) return flats_of(part, data);
+  // Tied weights lie apart. They come first in the backward of a stage that ends with the head.
+  auto groups = groups_in_backward_order(part);
+  groups.back().apart = true;
+  if (part.units.back().kind == UnitKind::head) std::rotate(groups.begin(), groups.end() - 1, groups.end());
+  for (auto& group : groups)
+    for (auto& parameter : group.parameters) {
+      parameter.master = data.master;
+      parameter.compute = data.keep && data.keep(parameter.name) ? data.master : data.compute;
+    }
+  BucketOptions options = data.buckets;
+  options.gradient = data.gradient;
+  options.parts = data.ranks();
+  options.one_per_group = data.factors().parameters > 1;
+  return bucket(groups, options);
+}
+
+std::int64_t crossing_bytes(const ModelDescription& model, const PipelineLayout& layout, int stage, int microbatch) {
+  const auto part = stage_model(model, layout, stage);
+  return part.units.back().output_elements * layout.tokens * layout.samples.at(static_cast<std::size_t>(microbatch)) *
+         bytes_of(layout.data.compute);
+}
+
+std::vector<Collective> collectives_of_step(const ModelDescription& model, const PipelineLayout& layout, int rank) {
+  return Row(model, layout, rank).list();
+}
+
+}  // namespace bonfire::plan

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "bonfire/base/api.h"
+#include "bonfire/base/collective.h"
+#include "bonfire/plan/layout.h"
+#include "bonfire/plan/model.h"
+#include "bonfire/schedule/schedule.h"
+
+namespace bonfire::plan {
+
+// Units [begin, end) of a model's chain.
+struct StageUnits {
+  int begin = 0;
+  int end = 0;
+};
+
+// A model over a pipeline of data-parallel ranks.
+struct PipelineLayout {
+  schedule::Schedule table{};           // with every cell that runs
+  std::vector<StageUnits> stages{};     // in order
+  std::vector<std::int64_t> samples{};  // of each microbatch
+  std::int64_t tokens = 1;              // of a sample
+  DataParallel data{};                  // of each stage; `microbatches` and what seams decide do not count
+  int reports = 1;                      // numbers that the last stage makes known: the loss, and what comes with it
+};
+
+// The flat buffers of a stage, in the order in which its backward finishes them.
+BONFIRE_API std::vector<FlatLayout> flats_of_stage(const ModelDescription& model, const PipelineLayout& layout, int stage);
+
+// Bytes of what stage `stage` hands to the next for one microbatch; its gradient has as many.
+BONFIRE_API std::int64_t crossing_bytes(const ModelDescription& model, const PipelineLayout& layout, int stage,
+                                        int microbatch);
+
+// Every collective and message of one optimizer step of a pipeline rank, from the second step on. Messages are in the order
+// in which the rank issues them, and so are gathers; reductions over replicas begin when those over shards have ended, so
+// their places in the list are not exact.
+BONFIRE_API std::vector<Collective> collectives_of_step(const ModelDescription& model, const PipelineLayout& layout,
+                                                        int rank);
+
+}  // namespace bonfire::plan
