@@ -26,11 +26,12 @@ double largest(at::ScalarType type) {
 
 }  // namespace
 
-at::Tensor local_squares(const Engine& engine) {
+at::Tensor local_squares(const Engine& engine, const std::function<bool(const FlatParameter&)>& counts) {
   const at::NoGradGuard no_grad;
   at::Tensor sum;
   for (const auto& flat : engine.flats())
     for (const auto& share : flat->trained()) {
+      if (counts && !counts(*flat)) continue;
       const auto squares = sum_of_squares(share.gradient);
       sum = sum.defined() ? sum.add_(squares) : squares;
     }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <functional>
+
 #include <ATen/core/Tensor.h>
 
 #include "bonfire/base/api.h"
@@ -7,13 +9,16 @@
 namespace bonfire {
 
 class Engine;
+class FlatParameter;
 
 // Length of all gradients taken as one vector: the same number on every rank, whatever share of them each one holds.
 // Collective where gradients are divided: 8 bytes.
 BONFIRE_API double gradient_norm(const Engine& engine);
 // Its two halves: the sum of the squares of this rank's shares, one fp64 element on their device, and the square root of
 // the sum over all shares (collective).
-BONFIRE_API at::Tensor local_squares(const Engine& engine);
+// `counts`: of which flat parameters; all unless said.
+BONFIRE_API at::Tensor local_squares(const Engine& engine,
+                                     const std::function<bool(const FlatParameter& flat)>& counts = {});
 BONFIRE_API double norm_over_shares(const Engine& engine, at::Tensor squares);
 
 // What gradients of this norm are multiplied with, so that they are no longer than `limit`; 1 where it is 0.

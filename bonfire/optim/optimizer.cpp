@@ -118,47 +118,78 @@ void Optimizer::update_all(double gradient_scale) {
   engine_.finish_update();
 }
 
+namespace {
+
+double scale_of(const StepOptions& options) { return options.scaler ? options.scaler->scale() : 1; }
+
 // Limits what is to be limited; the norm of the unscaled gradients, where somebody wants to know.
-double Optimizer::look_at_gradients(const StepOptions& options, double loss_scale) {
+double look_at_gradients(std::span<Engine* const> engines, const StepOptions& options, const ModelParts& parts) {
+  const double loss_scale = scale_of(options);
   const bool may_skip = options.scaler || options.skip_non_finite;
+  const auto squares_of_all = [&] {
+    at::Tensor sum;
+    for (const auto* engine : engines) {
+      const auto squares = local_squares(
+          *engine, [&](const FlatParameter& flat) { return !parts.is_copy || !parts.is_copy(*engine, flat); });
+      sum = sum.defined() ? sum.add_(squares) : squares;
+    }
+    return sum;
+  };
   at::Tensor spoilt;
   if (options.clip_value > 0) {
     // An infinity is limited like any other number. Whoever would skip the step must hear of it all the same.
-    if (may_skip) spoilt = local_squares(engine_).mul_(0);
-    clip_values(engine_, options.clip_value * loss_scale);
+    if (may_skip) spoilt = squares_of_all().mul_(0);
+    for (auto* engine : engines) clip_values(*engine, options.clip_value * loss_scale);
   }
   if (options.clip <= 0 && !may_skip) return std::numeric_limits<double>::quiet_NaN();
-  auto squares = local_squares(engine_);
+  auto squares = squares_of_all();
   if (spoilt.defined()) squares.add_(spoilt);
-  return norm_over_shares(engine_, squares) / loss_scale;
+  if (parts.ranks.size() > 1) parts.ranks.all_reduce(squares).wait();
+  return norm_over_shares(*engines.front(), squares) / loss_scale;
+}
+
+}  // namespace
+
+void Optimizer::follow_engine() {
+  if (!state_.follow(engine_, steps_)) return;
+  stretches_.assign(state_.flats().size(), {});
+  for (std::size_t flat = 0; flat < stretches_.size(); ++flat)
+    for (std::size_t share = 0; share < state_.flats()[flat].shares.size(); ++share)
+      stretches_[flat].push_back(stretches_of(flat, share));
 }
 
 StepResult Optimizer::step(const StepOptions& options) {
+  Optimizer* const alone = this;
+  return step_together({&alone, 1}, options, {});
+}
+
+StepResult Optimizer::step_together(std::span<Optimizer* const> optimizers, const StepOptions& options,
+                                    const ModelParts& parts) {
   require(options.clip >= 0 && options.clip_value >= 0, "clip is {} and clip_value {}, must be at least 0 (0: never)",
           options.clip, options.clip_value);
   const at::NoGradGuard no_grad;
-  if (state_.follow(engine_, steps_)) {
-    stretches_.assign(state_.flats().size(), {});
-    for (std::size_t flat = 0; flat < stretches_.size(); ++flat)
-      for (std::size_t share = 0; share < state_.flats()[flat].shares.size(); ++share)
-        stretches_[flat].push_back(stretches_of(flat, share));
+  std::vector<Engine*> engines;
+  for (auto* optimizer : optimizers) {
+    optimizer->follow_engine();
+    engines.push_back(&optimizer->engine_);
   }
-  const double loss_scale = options.scaler ? options.scaler->scale() : 1;
-  StepResult result{.gradient_norm = look_at_gradients(options, loss_scale)};
+  const double loss_scale = scale_of(options);
+  StepResult result{.gradient_norm = look_at_gradients(engines, options, parts)};
   const bool finite = std::isfinite(result.gradient_norm);
   GradientUse use;
   if (options.scaler) {
     options.scaler->update(finite);
     use.rescaled = options.scaler->scale() / loss_scale;
   }
-  if (!finite && (options.scaler || options.skip_non_finite)) {
-    result.skipped = true;
-    use.applied = false;
-  } else {
-    ++steps_;
-    update_all(clip_factor(result.gradient_norm, options.clip) / loss_scale);
+  result.skipped = !finite && (options.scaler || options.skip_non_finite);
+  use.applied = !result.skipped;
+  for (auto* optimizer : optimizers) {
+    if (!result.skipped) {
+      ++optimizer->steps_;
+      optimizer->update_all(clip_factor(result.gradient_norm, options.clip) / loss_scale);
+    }
+    optimizer->engine_.spend_gradients(use);
   }
-  engine_.spend_gradients(use);
   return result;
 }
 

@@ -3,18 +3,21 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "bonfire/base/api.h"
+#include "bonfire/comm/group.h"
 #include "bonfire/optim/conveyor.h"
 #include "bonfire/optim/share_state.h"
 
 namespace bonfire {
 
 class Engine;
+class FlatParameter;
 class GradScaler;
 
 // What some parameters get in place of the optimizer's own values. The first rule that matches a parameter decides.
@@ -40,6 +43,13 @@ struct StepResult {
   bool skipped = false;
 };
 
+// Other parts of the same model, whose gradients count in its norm.
+struct ModelParts {
+  Group ranks{};  // that hold them, each this one's peer: those along a pipeline
+  // Whether a buffer is a copy of another part's, whose gradient counts there.
+  std::function<bool(const Engine& engine, const FlatParameter& flat)> is_copy{};
+};
+
 // Updates the flat parameters of an engine: of each, the share that is this rank's own. Where masters lie on the host the
 // update is done there, on all cores, while gradients come from the device and new values go back.
 class BONFIRE_API Optimizer {
@@ -51,6 +61,9 @@ class BONFIRE_API Optimizer {
   // Uses the gradients, then declares them spent. All ranks decide alike, since the norm is of all ranks' shares.
   // Collective where shares are divided: the norm, where somebody asked, and the new values where others hold copies.
   StepResult step(const StepOptions& options = {});
+  // The same for optimizers of several parts of one model: one norm, one decision. Collective over `parts.ranks` as well.
+  static StepResult step_together(std::span<Optimizer* const> optimizers, const StepOptions& options,
+                                  const ModelParts& parts);
 
   double lr() const { return lr_; }
   void set_lr(double lr) { lr_ = lr; }
@@ -92,7 +105,7 @@ class BONFIRE_API Optimizer {
   };
   Setting setting_of(const std::string& name, const at::Tensor& parameter) const;
   std::vector<Stretch> stretches_of(std::size_t flat, std::size_t share) const;
-  double look_at_gradients(const StepOptions& options, double loss_scale);
+  void follow_engine();
   void add_ranges(std::size_t flat, double gradient_scale, std::vector<Range>& ranges) const;
   void update_all(double gradient_scale);
 
