@@ -59,8 +59,7 @@ Group Mesh::pipeline_subgroup(const std::vector<int>& places, const std::string&
     require(place >= 0 && place < pipeline.size(), "{}: place {} of a pipeline of {} ranks", name, place, pipeline.size());
     members.push_back(pipeline.world_ranks()[static_cast<std::size_t>(place)]);
   }
-  const Group made =
-      state_->communicators->group({.axis = Axis::pipeline, .name = name, .members = std::move(members)});
+  const Group made = state_->communicators->group({.axis = Axis::pipeline, .name = name, .members = std::move(members)});
   const auto& link = pipeline.state().link;
   return link ? made.over(link) : made;
 }

@@ -129,8 +129,8 @@ double look_at_gradients(std::span<Engine* const> engines, const StepOptions& op
   const auto squares_of_all = [&] {
     at::Tensor sum;
     for (const auto* engine : engines) {
-      const auto squares = local_squares(
-          *engine, [&](const FlatParameter& flat) { return !parts.is_copy || !parts.is_copy(*engine, flat); });
+      const auto squares =
+          local_squares(*engine, [&](const FlatParameter& flat) { return !parts.is_copy || !parts.is_copy(*engine, flat); });
       sum = sum.defined() ? sum.add_(squares) : squares;
     }
     return sum;

@@ -63,7 +63,8 @@ std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& groups, const 
     if (!open || groups[at].apart) layouts.emplace_back(), bytes = 0;
     layouts.back().groups.push_back(at);
     bytes += trained_elements(groups[at]) * bytes_of(options.gradient);
-    open = !options.one_per_group && !groups[at].apart && bytes < (layouts.size() == 1 ? options.first_bucket_bytes : options.bucket_bytes);
+    open = !options.one_per_group && !groups[at].apart &&
+           bytes < (layouts.size() == 1 ? options.first_bucket_bytes : options.bucket_bytes);
   }
   for (auto& layout : layouts) place(layout, groups, options.parts);
   return layouts;

@@ -110,8 +110,8 @@ class Row {
       if (!flat_is_root(flat, action.stage)) continue;
       for (const auto& region : flat.regions)
         if (region.trained)
-          add(CollectiveKind::all_reduce, Axis::pipeline, region.elements / factors_.optimizer * bytes_of(layout_.data.gradient),
-              static_cast<int>(ranks.size()));
+          add(CollectiveKind::all_reduce, Axis::pipeline,
+              region.elements / factors_.optimizer * bytes_of(layout_.data.gradient), static_cast<int>(ranks.size()));
     }
   }
 

@@ -44,6 +44,8 @@ Engine::State::State(const Mesh& on, torch::nn::Module& module, ShardOptions ask
                                  .wire = settings.scattered_in(),
                                  .whole_gradients = settings.whole_gradients(),
                                  .replicated = settings.replicated(),
+                                 // Engines of other stages share the ranks.
+                                 .in_company = options.driven,
                                  .must_go_on = [this] { return residency && !joining && residency->ranks_differ(); },
                                  .patience = options.patience});
   find_parameters(module);

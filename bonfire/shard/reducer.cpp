@@ -27,7 +27,7 @@ void Reducer::make_room() {
 // Others may need something of this rank before they can reduce what it waits for: where ranks run Units in different
 // orders, to wait for each other without end is what must not be.
 bool Reducer::front_will_land() {
-  if (!pool_.device().is_cpu()) return true;
+  if (!pool_.device().is_cpu() || options_.in_company) return true;
   if (options_.must_go_on && options_.must_go_on()) patient_ = false;
   auto& front = flights_.front();
   if (patient_ && !front.landed) patient_ = front.work.wait_for(options_.patience);
@@ -78,6 +78,8 @@ at::Tensor Reducer::on_wire(Flight& flight, const at::Tensor& whole) {
 // Memory stays with its flight until another one needs it: how much of it there is must not depend on who is faster.
 void Reducer::progress() {
   if (!pool_.device().is_cpu() || !options_.replicated) return;
+  // Among one rank everything has arrived.
+  if (options_.in_company && options_.shard.size() > 1) return;
   for (auto& flight : flights_) {
     if (!flight.landed && !flight.work.done()) break;
     if (!flight.landed) land(flight);

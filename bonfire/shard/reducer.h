@@ -20,6 +20,8 @@ struct ReducerOptions {
   std::optional<at::ScalarType> wire{};  // what they travel in, where that is not what they are kept in
   std::size_t whole_gradients = 2;       // of them at most, written or on their way, exist at a time
   bool replicated = true;                // what is scattered has to be averaged over replicas, the sooner the better
+  // Others reduce over the same ranks: what is begun, and when, must not depend on what has arrived meanwhile.
+  bool in_company = false;
   // More than that may: other ranks are known to wait for this one.
   std::function<bool()> must_go_on{};
   // A host that has waited so long for others to reduce what it has believes the same for the rest of the backward.

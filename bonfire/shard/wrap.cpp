@@ -211,8 +211,7 @@ void Survey::require_known_paths() const {
     for (const auto& path : paths) {
       if (contains(known, path)) continue;
       const std::string meant = nearest(path, known);
-      fail_config("{} '{}' does not exist{}", kind, path,
-                  meant.empty() ? "" : fmt::format("; did you mean '{}'?", meant));
+      fail_config("{} '{}' does not exist{}", kind, path, meant.empty() ? "" : fmt::format("; did you mean '{}'?", meant));
     }
   };
   check("ignored module", wrapping_.ignored_modules, module_paths_);

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "bonfire/base/trace.h"
+#include "bonfire/pipeline/executed.h"
+#include "bonfire/pipeline/links.h"
+#include "bonfire/pipeline/stage.h"
+#include "bonfire/pipeline/tied.h"
+#include "bonfire/schedule/schedule.h"
+
+namespace bonfire {
+
+// Goes through one rank's row of a table, cell by cell, and knows nothing of schedules beyond the cells. Sends, receives,
+// gathers and reductions are begun by their cell; whatever needs their result waits for it.
+class Executor {
+ public:
+  using Stages = std::map<int, std::unique_ptr<Stage>>;
+
+  // REQUIRES: the table is valid and has every message; `stages` are those of the rank. All outlive this.
+  Executor(const schedule::Schedule& table, int rank, Stages& stages, const Links& links, const Ties& ties);
+
+  struct Step {
+    const std::vector<Microbatch>& microbatches;
+    double loss_scale = 1;                    // gradients are those of so many times the loss
+    std::function<void(int stage)> update{};  // called in update cells, with the gradients of the stage complete
+    Trace* trace = nullptr;
+  };
+  // The weighted means, by samples, of what the last stage returned; empty on other ranks. Collective.
+  at::Tensor run(const Step& step);
+
+  // Of the last run.
+  const std::vector<ExecutedCell>& executed() const { return executed_; }
+  int peak_activations() const { return peak_; }
+
+ private:
+  struct Cell {
+    schedule::Action action;
+    int peer = -1;                // of a message
+    Engine::GradientPass pass{};  // of a backward, or its weight half
+    bool first_of_tie = false;
+  };
+  // What came, or is to be read by a neighbour stage of this rank.
+  struct Parcel {
+    Tensors tensors;
+    Work arrival{};
+  };
+  using Slot = std::pair<int, int>;  // stage and microbatch
+
+  void execute(const Cell& cell, std::size_t at, const Step& step);
+  void forward(const Cell& cell, const Step& step);
+  void backward(const Cell& cell, const Step& step);
+  void send(const Cell& cell, std::map<Slot, Tensors>& from);
+  void receive(const Cell& cell, std::size_t at, const Step& step);
+  Tensors take(std::map<Slot, Parcel>& from, const Slot& slot);
+  Tensors gradients_for(Stage& stage, int microbatch, const Step& step);
+  double weight_of(int microbatch, const Step& step) const;
+  void drop_sent();
+  void forget();
+
+  Stages& stages_;
+  const Links& links_;
+  const Ties& ties_;
+  std::vector<Cell> row_;
+  bool differentiates_ = false;
+
+  std::map<Slot, Parcel> values_, gradients_;          // that a stage is to read
+  std::map<Slot, Tensors> outputs_, input_gradients_;  // that a stage has made for another rank
+  std::vector<std::pair<Work, Tensors>> sent_;
+  at::Tensor sums_;
+  std::vector<ExecutedCell> executed_;
+  int peak_ = 0;
+};
+
+}  // namespace bonfire

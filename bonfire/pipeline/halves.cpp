@@ -1,0 +1,193 @@
+#include "bonfire/pipeline/halves.h"
+
+#include <memory>
+#include <string_view>
+#include <typeinfo>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include <c10/util/Type.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace bonfire {
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+variable_list execute(const edge_list& roots, const Tensors& gradients, bool keep_graph, const edge_list* outputs) {
+  return torch::autograd::Engine::get_default_engine().execute(roots, gradients, keep_graph, /*create_graph=*/false,
+                                                               /*accumulate_grad=*/outputs == nullptr,
+                                                               outputs ? *outputs : edge_list{});
+}
+
+// Keeps what comes to an operation.
+class Capture final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit Capture(std::shared_ptr<variable_list> seen) : seen_(std::move(seen)) {}
+  variable_list operator()(const variable_list& gradients) override { return *seen_ = gradients; }
+
+ private:
+  std::shared_ptr<variable_list> seen_;
+};
+
+// The operations of a graph, and which of them lie on a way to where the first half of a backward ends.
+class Walk {
+ public:
+  explicit Walk(const ForwardGraph& graph) {
+    for (const auto& input : graph.inputs) ends_.push_back(torch::autograd::impl::gradient_edge(input));
+    if (ends_.empty())
+      if (Node* const first = first_with_parameters(graph.outputs))
+        for (std::uint32_t at = 0; at < first->num_inputs(); ++at) ends_.emplace_back(first->getptr(), at);
+    for (const auto& end : ends_) stops_.insert(end.function.get());
+    for (const auto& output : graph.outputs)
+      if (output.is_valid()) visit(output.function.get());
+  }
+
+  const edge_list& ends() const { return ends_; }
+  bool on_the_way(const Node* node) const {
+    const auto found = leads_.find(node);
+    return found != leads_.end() && found->second;
+  }
+  bool stop(const Node* node) const { return stops_.contains(node); }
+  // Operations on the way, without those where it ends.
+  const std::vector<Node*>& operations() const { return operations_; }
+  // Whether a parameter hangs on it.
+  bool has_parameters(const Node& node) const {
+    for (const auto& edge : node.next_edges())
+      if (edge.is_valid() && !on_the_way(edge.function.get())) return true;
+    return false;
+  }
+
+ private:
+  // At the end of the longest way: what comes first in forward.
+  static Node* first_with_parameters(const edge_list& roots) {
+    const auto deepest = [](const edge_list& edges) {
+      Node* best = nullptr;
+      for (const auto& edge : edges)
+        if (edge.is_valid() && (!best || edge.function->topological_nr() > best->topological_nr()))
+          best = edge.function.get();
+      return best;
+    };
+    Node* node = deepest(roots);
+    if (!node || node->next_edges().empty()) return nullptr;
+    while (true) {
+      Node* const next = deepest(node->next_edges());
+      if (!next || next->next_edges().empty()) return node;
+      node = next;
+    }
+  }
+
+  // A graph is deeper than a call stack may be.
+  void visit(Node* root) {
+    struct Step {
+      Node* node;
+      std::size_t next = 0;
+    };
+    std::vector<Step> path;
+    const auto enter = [&](Node* node) {
+      if (!leads_.try_emplace(node, stop(node)).second || stop(node)) return;
+      path.push_back({node});
+    };
+    enter(root);
+    while (!path.empty()) {
+      auto& [node, next] = path.back();
+      if (next < node->next_edges().size()) {
+        if (const auto& edge = node->next_edges()[next++]; edge.is_valid()) enter(edge.function.get());
+        continue;
+      }
+      bool leads = false;
+      for (const auto& edge : node->next_edges()) leads = leads || (edge.is_valid() && leads_[edge.function.get()]);
+      leads_[node] = leads;
+      if (leads) operations_.push_back(node);
+      path.pop_back();
+    }
+  }
+
+  edge_list ends_;
+  std::unordered_set<const Node*> stops_;
+  std::unordered_map<const Node*, bool> leads_;
+  std::vector<Node*> operations_;
+};
+
+void add_entries(WeightGradients& later, const std::shared_ptr<Node>& node, const variable_list& gradients) {
+  for (std::uint32_t at = 0; at < gradients.size(); ++at) {
+    if (!gradients[at].defined()) continue;
+    later.entries.emplace_back(node, at);
+    later.gradients.push_back(gradients[at]);
+  }
+}
+
+// What the second half of an operation must not run into again. Autograd offers no way to cut an edge, but the graph is
+// ours, its edges are not constant objects, and it goes away after the second half.
+void cut(Node& node, const Walk& walk) {
+  for (auto& edge : const_cast<edge_list&>(node.next_edges()))
+    if (edge.is_valid() && walk.on_the_way(edge.function.get())) edge = Edge();
+}
+
+}  // namespace
+
+Tensors whole_backward(const ForwardGraph& graph, const Tensors& gradients) {
+  if (!graph.outputs.empty()) execute(graph.outputs, gradients, /*keep_graph=*/false, nullptr);
+  Tensors of_inputs;
+  for (const auto& input : graph.inputs) of_inputs.push_back(input.grad());
+  return of_inputs;
+}
+
+Tensors input_half(const ForwardGraph& graph, const Tensors& gradients, WeightGradients& later) {
+  if (graph.outputs.empty()) return Tensors(graph.inputs.size());
+  const Walk walk(graph);
+  edge_list roots;
+  Tensors given;
+  for (std::size_t at = 0; at < graph.outputs.size(); ++at) {
+    // An output that depends on parameters alone waits for the second half.
+    const bool now = walk.on_the_way(graph.outputs[at].function.get());
+    (now ? roots : later.entries).push_back(graph.outputs[at]);
+    (now ? given : later.gradients).push_back(gradients[at]);
+  }
+  std::vector<std::pair<Node*, std::shared_ptr<variable_list>>> kept;
+  for (Node* const node : walk.operations())
+    if (walk.has_parameters(*node)) {
+      kept.emplace_back(node, std::make_shared<variable_list>());
+      node->add_pre_hook(std::make_unique<Capture>(kept.back().second));
+    }
+  Tensors ends = roots.empty() ? Tensors(walk.ends().size()) : execute(roots, given, /*keep_graph=*/true, &walk.ends());
+
+  for (const auto& [node, seen] : kept) {
+    add_entries(later, node->getptr(), *seen);
+    // They have seen these gradients.
+    node->pre_hooks().clear();
+    node->tensor_pre_hooks().clear();
+    cut(*node, walk);
+  }
+  for (Node* const node : walk.operations())
+    if (!walk.has_parameters(*node)) node->release_variables();
+  if (!graph.inputs.empty()) return ends;
+  for (std::size_t at = 0; at < ends.size(); ++at)
+    if (ends[at].defined()) later.entries.push_back(walk.ends()[at]), later.gradients.push_back(ends[at]);
+  return {};
+}
+
+void weight_half(WeightGradients later) {
+  if (!later.entries.empty()) execute(later.entries, later.gradients, /*keep_graph=*/false, nullptr);
+}
+
+std::string unsplittable(const ForwardGraph& graph) {
+  const Walk walk(graph);
+  for (const Node* const node : walk.operations()) {
+    // A Function of a user's has one backward for everything.
+    const std::string name = c10::demangle(typeid(*node).name());
+    constexpr std::string_view opaque = "torch::autograd::CppNode<";
+    if (!walk.has_parameters(*node) || !name.starts_with(opaque)) continue;
+    return name.substr(opaque.size(), name.size() - opaque.size() - 1);
+  }
+  return {};
+}
+
+}  // namespace bonfire

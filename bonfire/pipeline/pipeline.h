@@ -1,0 +1,85 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bonfire/base/api.h"
+#include "bonfire/base/trace.h"
+#include "bonfire/comm/mesh.h"
+#include "bonfire/pipeline/chain.h"
+#include "bonfire/pipeline/executed.h"
+#include "bonfire/schedule/schedule.h"
+#include "bonfire/shard/engine.h"
+
+namespace bonfire {
+
+struct PipelineOptions {
+  // Who does what in which order: computations at least. Whatever sort of cell it lacks is added (schedule/passes.h).
+  schedule::Schedule schedule{};
+  std::string schedule_name = "given";  // for messages
+  std::vector<UnitRange> stages{};      // empty: evenly by count
+  int receive_ahead = 1;                // computations that a receive is issued before it is needed
+  int resident = 2;                     // stages of a rank that are gathered at once, where parameters are sharded
+  ShardOptions shard{};                 // of every stage, over the data-parallel ranks that share it
+  Trace* trace = nullptr;
+};
+
+// The table that a pipeline with these options runs on `data` ranks per stage of which `shard` share its state. Throws
+// ConfigError where there cannot be one: more stages than Units, a table that cannot run. Needs no ranks, so mistakes are
+// found before anything starts.
+struct DataRanks {
+  int replicate = 1;
+  int shard = 1;
+};
+BONFIRE_API schedule::Schedule pipeline_table(const Chain& chain, const PipelineOptions& options, const DataRanks& ranks);
+
+// A step, or an evaluation, as all ranks hear of it.
+struct PipelineReport {
+  double loss = 0;                // mean over the samples of this pipeline
+  std::vector<double> reports{};  // the same of what the last stage returned behind it
+};
+
+// A model cut into stages over the pipeline axis of a mesh. Each stage has an Engine over the replicate and shard axes;
+// a schedule drives them all.
+class BONFIRE_API Pipeline {
+ public:
+  // Builds this rank's stages and connects it with its neighbours. Collective over the mesh.
+  Pipeline(const Mesh& mesh, Chain chain, PipelineOptions options);
+  ~Pipeline();
+  Pipeline(Pipeline&&) noexcept;
+  Pipeline& operator=(Pipeline&&) noexcept;
+
+  struct StepOptions {
+    double loss_scale = 1;                    // gradients are those of so many times the mean loss
+    std::function<void(int stage)> update{};  // called in update cells of this rank's stages
+  };
+  // Runs the table: afterwards the gradients in the engines are those of the mean loss over all samples, averaged over the
+  // data-parallel ranks. The first step agrees on what crosses the cuts. Microbatches may differ in size. Collective.
+  PipelineReport step(const std::vector<Microbatch>& microbatches, const StepOptions& options);
+  PipelineReport step(const std::vector<Microbatch>& microbatches) { return step(microbatches, {}); }
+  // Forwards alone, of any number of microbatches. Collective.
+  PipelineReport evaluate(const std::vector<Microbatch>& microbatches);
+
+  const schedule::Schedule& table() const;
+  const std::vector<UnitRange>& stages() const;
+  const std::vector<int>& local_stages() const;  // this rank's, in order
+  Engine& engine(int stage);                     // of a local one
+  torch::nn::Module& module(int stage);
+  // Whether this buffer is a copy of one on an earlier stage (tied weights): in a norm over all stages it counts there.
+  bool is_copy(int stage, const FlatParameter& flat) const;
+
+  // Of the last step or evaluation.
+  const std::vector<ExecutedCell>& executed() const;
+  int peak_activations() const;     // forwards of this rank whose backward had not ended, at most
+  std::int64_t pool_bytes() const;  // of buffers for messages
+
+  struct State;
+
+ private:
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace bonfire

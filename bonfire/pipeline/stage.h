@@ -1,0 +1,81 @@
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+
+#include "bonfire/pipeline/chain.h"
+#include "bonfire/pipeline/halves.h"
+#include "bonfire/pipeline/links.h"
+#include "bonfire/shard/engine.h"
+
+namespace bonfire {
+
+// One stage on one rank: its module, the engine that keeps its parameters, and what its forwards left for their backwards.
+class Stage {
+ public:
+  struct Place {
+    int number = 0;
+    int stages = 1;
+    UnitRange units{};
+
+    bool first() const { return number == 0; }
+    bool last() const { return number + 1 == stages; }
+  };
+
+  Stage(const Place& place, StageModule module, const Mesh& mesh, ShardOptions options);
+
+  const Place& place() const { return place_; }
+  Engine& engine() { return engine_; }
+  torch::nn::Module& module() { return *module_.module; }
+  std::string name() const;  // "stage 2 (Units 4..5)", for messages
+
+  // What comes in for one sample, and what goes out; of the first and the last stage, nothing.
+  const Crossing& incoming() const { return incoming_; }
+  const Crossing& outgoing() const { return outgoing_; }
+  // What comes back for what went out.
+  const Crossing& returning() const { return returning_; }
+  int reports() const { return reports_; }  // of the last stage: numbers that a forward returns
+  // Runs a forward to see what goes out, given what comes in; nothing else of the stage changes. With `split`, throws
+  // ConfigError where the backward cannot be done in halves.
+  struct Probe {
+    Crossing incoming{};
+    bool split = false;
+  };
+  Tensors probe(const Probe& how, Tensors values, const Microbatch& microbatch);
+
+  // A forward for which a backward comes, numbered by its microbatch. `values`: what came in.
+  Tensors forward(int number, Tensors values, const Microbatch& microbatch);
+  // One without.
+  Tensors evaluate(Tensors values, const Microbatch& microbatch);
+  // Each takes the gradients of the differentiable values that went out (of the last stage: that of its loss) and returns
+  // those of the ones that came in.
+  // Of a last stage: where backward begins.
+  at::Tensor loss_gradient(int number, double factor);
+  Tensors backward(int number, const Tensors& gradients, const Engine::GradientPass& pass);
+  Tensors input_gradient(int number, const Tensors& gradients);
+  void weight_gradient(int number, const Engine::GradientPass& pass);
+
+  int live() const { return static_cast<int>(activations_.size()); }  // forwards whose backward has yet to end
+  void forget() { activations_.clear(); }
+
+ private:
+  struct Activation {
+    ForwardGraph graph;
+    at::Tensor loss{};
+    WeightGradients weights{};
+  };
+  Tensors run(Tensors values, const Microbatch& microbatch);
+  ForwardGraph graph_of(const Tensors& inputs, const Tensors& outputs) const;
+  Crossing crossing_of(const Tensors& outputs, std::int64_t samples) const;
+  Activation& activation(int number);
+
+  Place place_;
+  StageModule module_;
+  Engine engine_;
+  Crossing incoming_, outgoing_, returning_;
+  int reports_ = 0;
+  std::map<int, Activation> activations_;
+};
+
+}  // namespace bonfire
