@@ -151,7 +151,7 @@ std::vector<FlatLayout> flats_of_stage(const ModelDescription& model, const Pipe
   BucketOptions options = data.buckets;
   options.gradient = data.gradient;
   options.parts = data.ranks();
-  options.one_per_group = data.factors().parameters > 1;
+  options.one_per_group = data.comes_and_goes();
   return bucket(groups, options);
 }
 

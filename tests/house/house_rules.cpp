@@ -99,7 +99,7 @@ std::vector<std::string> include_faults(const File& file, const Rooms& rooms) {
   std::vector<std::string> faults;
   if (!is_source(file.path)) return faults;
   static const std::set<std::string> without_torch{"base", "schedule", "plan"};
-  static const std::set<std::string> with_modules{"nn", "models", "shard"};
+  static const std::set<std::string> with_modules{"nn", "models", "pipeline", "shard"};
   const std::string room = room_of(file.path);
   if (!room.empty() && !rooms.contains(room))
     faults.push_back(fault(file, 0, fmt::format("room {} is not in the table", room)));

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <torch/nn/module.h>
 
 #include "bonfire/models/model.h"
@@ -112,6 +113,7 @@ PipelineOutcome train_pipeline(const World& world, const PipelineRun& run) {
 }
 
 PipelineOutcome train_plainly(const PipelineRun& run) {
+  at::set_num_threads(1);  // too small for more
   auto model = build_model(run.spec, {.seed = 5, .dtype = run.dtype});
   const int ranks = run.shape.along(Axis::data);
   const auto mean_loss = [&](int step, bool differentiate) {
