@@ -27,8 +27,10 @@ void Reducer::make_room() {
 // Others may need something of this rank before they can reduce what it waits for: where ranks run Units in different
 // orders, to wait for each other without end is what must not be.
 bool Reducer::front_will_land() {
-  if (!pool_.device().is_cpu() || options_.in_company) return true;
+  if (options_.in_company) return true;
   if (options_.must_go_on && options_.must_go_on()) patient_ = false;
+  // There it is the stream that would wait, and with it all that the others need of this rank.
+  if (!pool_.device().is_cpu()) return patient_;
   auto& front = flights_.front();
   if (patient_ && !front.landed) patient_ = front.work.wait_for(options_.patience);
   return front.landed || front.work.done();

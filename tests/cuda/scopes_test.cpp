@@ -47,11 +47,11 @@ TEST(GpuMemoryCap, RefusesWhatPassesIt) {
   EXPECT_NO_THROW(bytes(512 * mebibyte));
 }
 
-// How a run of two ranks ends that may have 800 MiB on each: 67 million parameters with 16 bytes for each are a gigabyte.
+// How a run of two ranks ends that may have 960 MiB on each: 67 million parameters with 16 bytes for each are a gigabyte.
 std::string end_of_run(World& world, const std::vector<std::string>& layout) {
   const auto folder = std::filesystem::temp_directory_path() / fmt::format("bonfire-gpu-cap-{}-{}", getpid(), world.rank());
   std::filesystem::create_directories(folder);
-  std::vector<std::string> overrides = {"run.device=cuda", "run.memory_cap=800MiB"};
+  std::vector<std::string> overrides = {"run.device=cuda", "run.memory_cap=960MiB"};
   overrides.insert(overrides.end(), layout.begin(), layout.end());
   Config config = parse_config(
       "[model]\ndim = 512\nlayers = 16\nheads = 8\nvocab = 512\n[data]\nsequence = 16\n[train]\nsteps = 2\nbatch = 2\n",
