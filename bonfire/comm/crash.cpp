@@ -22,6 +22,8 @@ void say(const char* text) { [[maybe_unused]] const ssize_t written = write(STDE
 
 // Only calls that are safe in a signal handler.
 void report(int signal) {
+  // First of all: where even the stack cannot be walked, the second signal ends the process.
+  for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &before[i], nullptr);
   const char* name = sigabbrev_np(signal);
   say("bonfire: rank ");
   say(rank_text);
@@ -31,7 +33,6 @@ void report(int signal) {
   void* frames[64];
   const int count = backtrace(frames, 64);
   backtrace_symbols_fd(frames, count, STDERR_FILENO);
-  for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &before[i], nullptr);
   raise(signal);
 }
 
