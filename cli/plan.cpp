@@ -59,6 +59,8 @@ std::string percent(std::int64_t part, std::int64_t whole) {
 Question ask(const Arguments& arguments) {
   Question question{.config = load_config(arguments.config.file, arguments.config.overrides)};
   resolve(question.config, question.config.ranks());
+  if (question.config.layout.pipeline > 1)
+    fail_key(question.config, "layout.pipeline", "tables of memory are of data parallelism; allowed here: 1");
   question.model = wrapped_model_of(question.config);
   question.layout = data_parallel_of(question.config);
   question.options = memory_options_of(question.config);

@@ -26,6 +26,7 @@ struct Microbatch {
   Tensors target{};               // what the last stage takes beside what came through the pipeline
   std::int64_t first_sample = 0;  // number of its first sample in the batch of all ranks, for dropout
   std::uint64_t step = 0;         // the same
+  bool counts = true;             // in the loss; one that does not may make up the number on a rank that has run out of data
 
   std::int64_t samples() const { return input.front().size(0); }
 };

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <functional>
+
 #include "bonfire/base/clock.h"
 #include "bonfire/schedule/action.h"
 
@@ -11,5 +13,8 @@ struct ExecutedCell {
   Nanoseconds start = 0;
   Nanoseconds end = 0;
 };
+
+// Hears of every cell when the rank comes to it, and when it goes on to the next.
+using CellObserver = std::function<void(const schedule::Action& action, bool begins)>;
 
 }  // namespace bonfire

@@ -56,10 +56,9 @@ at::Tensor Executor::run(const Step& step) {
       for (auto& [number, stage] : stages_) stage->engine().begin_step();
     for (std::size_t at = 0; at < row_.size(); ++at) {
       const Nanoseconds start = now_ns();
-      {
-        const TraceScope span(step.trace, schedule::to_text(row_[at].action), "compute", "pipeline");
-        execute(row_[at], at, step);
-      }
+      if (step.observe) step.observe(row_[at].action, true);
+      execute(row_[at], at, step);
+      if (step.observe) step.observe(row_[at].action, false);
       executed_.push_back({row_[at].action, start, now_ns()});
       drop_sent();
     }
@@ -103,8 +102,9 @@ void Executor::execute(const Cell& cell, std::size_t at, const Step& step) {
 
 double Executor::weight_of(int microbatch, const Step& step) const {
   std::int64_t all = 0;
-  for (const auto& each : step.microbatches) all += each.samples();
-  return static_cast<double>(step.microbatches[static_cast<std::size_t>(microbatch)].samples()) / static_cast<double>(all);
+  for (const auto& each : step.microbatches) all += each.counts ? each.samples() : 0;
+  const auto& of = step.microbatches[static_cast<std::size_t>(microbatch)];
+  return of.counts ? static_cast<double>(of.samples()) / static_cast<double>(all) : 0;
 }
 
 void Executor::forward(const Cell& cell, const Step& step) {

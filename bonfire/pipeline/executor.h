@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "bonfire/base/trace.h"
 #include "bonfire/pipeline/executed.h"
 #include "bonfire/pipeline/links.h"
 #include "bonfire/pipeline/stage.h"
@@ -28,7 +27,7 @@ class Executor {
     const std::vector<Microbatch>& microbatches;
     double loss_scale = 1;                    // gradients are those of so many times the loss
     std::function<void(int stage)> update{};  // called in update cells, with the gradients of the stage complete
-    Trace* trace = nullptr;
+    CellObserver observe{};
   };
   // The weighted means, by samples, of what the last stage returned; empty on other ranks. Collective.
   at::Tensor run(const Step& step);

@@ -241,7 +241,7 @@ PipelineReport Pipeline::step(const std::vector<Microbatch>& microbatches, const
   if (!state.agreed) state.agree(microbatches.front());
   state.last_run = state.training.get();
   return state.tell_all(state.training->run(
-      {.microbatches = microbatches, .loss_scale = how.loss_scale, .update = how.update, .trace = state.options.trace}));
+      {.microbatches = microbatches, .loss_scale = how.loss_scale, .update = how.update, .observe = how.observe}));
 }
 
 PipelineReport Pipeline::evaluate(const std::vector<Microbatch>& microbatches) {
@@ -257,16 +257,16 @@ PipelineReport Pipeline::evaluate(const std::vector<Microbatch>& microbatches) {
     const std::vector<Microbatch> part(microbatches.begin() + static_cast<std::ptrdiff_t>(begin),
                                        microbatches.begin() + static_cast<std::ptrdiff_t>(end));
     std::int64_t here = 0;
-    for (const auto& microbatch : part) here += microbatch.samples();
+    for (const auto& microbatch : part) here += microbatch.counts ? microbatch.samples() : 0;
     auto& executor = state.evaluator(static_cast<int>(part.size()));
     state.last_run = &executor;
-    auto means = executor.run({.microbatches = part, .trace = state.options.trace});
+    auto means = executor.run({.microbatches = part});
     samples += here;
     if (!means.defined()) continue;
     means.mul_(static_cast<double>(here));
     sums = sums.defined() ? sums.add_(means) : means;
   }
-  if (sums.defined()) sums.div_(static_cast<double>(samples));
+  if (sums.defined() && samples > 0) sums.div_(static_cast<double>(samples));
   return state.tell_all(sums);
 }
 

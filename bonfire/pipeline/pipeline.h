@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "bonfire/base/api.h"
-#include "bonfire/base/trace.h"
 #include "bonfire/comm/mesh.h"
 #include "bonfire/pipeline/chain.h"
 #include "bonfire/pipeline/executed.h"
@@ -24,7 +23,6 @@ struct PipelineOptions {
   int receive_ahead = 1;                // computations that a receive is issued before it is needed
   int resident = 2;                     // stages of a rank that are gathered at once, where parameters are sharded
   ShardOptions shard{};                 // of every stage, over the data-parallel ranks that share it
-  Trace* trace = nullptr;
 };
 
 // The table that a pipeline with these options runs on `data` ranks per stage of which `shard` share its state. Throws
@@ -55,6 +53,7 @@ class BONFIRE_API Pipeline {
   struct StepOptions {
     double loss_scale = 1;                    // gradients are those of so many times the mean loss
     std::function<void(int stage)> update{};  // called in update cells of this rank's stages
+    CellObserver observe{};
   };
   // Runs the table: afterwards the gradients in the engines are those of the mean loss over all samples, averaged over the
   // data-parallel ranks. The first step agrees on what crosses the cuts. Microbatches may differ in size. Collective.

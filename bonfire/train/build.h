@@ -12,15 +12,13 @@
 #include "bonfire/data/loader.h"
 #include "bonfire/optim/grad_scaler.h"
 #include "bonfire/optim/learning_rate.h"
-#include "bonfire/optim/optimizer.h"
-#include "bonfire/shard/engine.h"
 #include "bonfire/train/config.h"
 #include "bonfire/train/memory.h"
 #include "bonfire/train/run_data.h"
+#include "bonfire/train/trainee.h"
+#include "bonfire/train/whole_model.h"
 
 namespace bonfire {
-
-class Model;
 
 // Throws ConfigError where this GPU cannot compute in the precision that is asked for.
 BONFIRE_API void require_precision(const Config& config, const GpuInfo& gpu);
@@ -33,6 +31,8 @@ BONFIRE_API c10::Device device_of(const Config& config, int local_rank);
 struct BONFIRE_API Run {
   // Collective. REQUIRES: config is resolved for world.size() ranks.
   Run(const World& world, const Config& config);
+  // REQUIRES: no pipeline.
+  WholeModel& whole() const;
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
 
@@ -42,9 +42,7 @@ struct BONFIRE_API Run {
   MemoryCap cap;
   RunData data;
   Mesh mesh;
-  std::shared_ptr<Model> model;
-  Engine engine;
-  std::unique_ptr<Optimizer> optimizer;
+  std::unique_ptr<Trainee> trainee;
   std::optional<GradScaler> scaler;  // fp16 only
   LearningRate learning_rate;
   Loader loader;

@@ -109,6 +109,8 @@ struct BONFIRE_API Config {
     std::int64_t shard = 1;
     std::int64_t context = 1;
     std::int64_t tensor = 1;
+    std::string schedule = "1f1b";
+    std::int64_t chunks = 0;
     std::string sharded = "parameters";
     SwitchOrNumber reshard_after_forward = true;
     std::int64_t prefetch = 2;

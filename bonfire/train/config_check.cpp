@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cctype>
 #include <filesystem>
+#include <utility>
 #include <vector>
 
 #include <fmt/ranges.h>
@@ -8,6 +9,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/train/config.h"
 #include "bonfire/train/selection.h"
+#include "bonfire/train/staged_model.h"
 
 // What no key can be judged for alone: the keys against each other, against the number of ranks and against the disk.
 namespace bonfire {
@@ -173,6 +175,33 @@ void check_sharding(const Config& config) {
   }
 }
 
+// A schedule decides what seams would, and a stage has only some of the model's Units.
+void check_pipeline(const Config& config) {
+  const auto& layout = config.layout;
+  const Config::Layout plain;
+  if (layout.pipeline == 1) {
+    const auto* const key = layout.schedule != plain.schedule ? "layout.schedule" : "layout.chunks";
+    if (layout.schedule != plain.schedule || layout.chunks != plain.chunks)
+      fail_key(config, key, "there is no pipeline; allowed with: layout.pipeline of 2 or more");
+    return;
+  }
+  const std::pair<const char*, bool> by_seams[] = {
+      {"layout.reshard_after_forward", layout.reshard_after_forward != plain.reshard_after_forward},
+      {"layout.backward_prefetch", layout.backward_prefetch != plain.backward_prefetch},
+      {"layout.negotiate_order", layout.negotiate_order},
+      {"layout.wrap", layout.wrap != plain.wrap},
+      {"layout.wrap_types", !layout.wrap_types.empty()},
+      {"layout.ignore", !layout.ignore.empty()}};
+  for (const auto& [key, asked] : by_seams)
+    if (asked)
+      fail_key(config, key, "the schedule of a pipeline says when stages are gathered; allowed with: layout.pipeline = 1");
+  try {
+    table_of(config);
+  } catch (const ConfigError& error) {
+    fail_key(config, config.given("layout.schedule") ? "layout.schedule" : "layout.pipeline", error.what());
+  }
+}
+
 void check_precision(const Config& config) {
   const auto& train = config.train;
   if (train.gradient_precision != "fp32" && train.gradient_precision != train.precision) {
@@ -208,6 +237,7 @@ void resolve(Config& config, std::int64_t ranks) {
   resolve_batch(config);
   resolve_model(config);
   check_sharding(config);
+  check_pipeline(config);
   check_precision(config);
   check_selections(config);
   check_optimizer(config);

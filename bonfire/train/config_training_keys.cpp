@@ -172,9 +172,9 @@ std::vector<ConfigKey> training_keys() {
 
       {.name = "layout.pipeline",
        .field = BONFIRE_FIELD(layout.pipeline),
-       .help = "Stages of the pipeline.",
-       .range = {.at_least = 1, .at_most = 1},
-       .later = "pipeline parallelism"},
+       .help =
+           "Ranks of a pipeline, each with `chunks` stages of the model. A microbatch is what goes through it at a time.",
+       .range = {.at_least = 1, .at_most = 1e5}},
       {.name = "layout.replicate",
        .field = BONFIRE_FIELD(layout.replicate),
        .help = "Replicas of the model, each with its part of the batch. Where no axis is given: the number of ranks.",
@@ -194,6 +194,14 @@ std::vector<ConfigKey> training_keys() {
        .help = "Ranks that share each layer.",
        .range = {.at_least = 1, .at_most = 1},
        .later = "tensor parallelism"},
+      {.name = "layout.schedule",
+       .field = BONFIRE_FIELD(layout.schedule),
+       .help = "What the ranks of a pipeline do in which order: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, or the "
+               "file of a table."},
+      {.name = "layout.chunks",
+       .field = BONFIRE_FIELD(layout.chunks),
+       .help = "Stages of each rank of a pipeline. 0: as the schedule has it, 2 for interleaved and zb-v, 1 for others.",
+       .range = {.at_least = 0, .at_most = 1e4}},
       {.name = "layout.sharded",
        .field = BONFIRE_FIELD(layout.sharded),
        .help = "What is sharded where `shard` is more than 1: the optimizer's state (ZeRO-1), gradients too (ZeRO-2), "

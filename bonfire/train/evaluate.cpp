@@ -8,7 +8,6 @@
 #include <ATen/ops/zeros.h>
 
 #include "bonfire/comm/progress.h"
-#include "bonfire/models/model.h"
 
 namespace bonfire {
 namespace {
@@ -39,7 +38,6 @@ double evaluate(Run& run) {
                                     .epochs = 1,
                                     .drop_last = false,
                                     .prefetch = 0});
-  run.model->eval();
   // Sum of the losses and number of samples: held-out data may end in the middle of a batch, unevenly over the ranks.
   auto sums = at::zeros({2}, at::TensorOptions(at::kDouble).device(device));
   for (std::int64_t i = 0; i < run.config.train.eval_batches; ++i) {
@@ -53,16 +51,8 @@ double evaluate(Run& run) {
     const auto counted = own.size();
     const auto rounds = static_cast<std::size_t>((longest + microbatch - 1) / microbatch);
     if (counted < rounds) own.resize(rounds, first_sample(*run.data.held_out));
-    for (std::size_t round = 0; round < rounds; ++round) {
-      const auto& batch = own[round];
-      const auto loss = run.model->loss(batch.input.to(device), batch.target.to(device));
-      if (round >= counted) continue;
-      const auto samples = static_cast<double>(batch.input.size(0));
-      sums[0] += loss * samples;
-      sums[1] += samples;
-    }
+    sums += run.trainee->evaluate(own, counted);
   }
-  run.model->train();
   run.mesh.group(Axis::data).all_reduce(sums).wait();
   return sums[0].item<double>() / sums[1].item<double>();
 }

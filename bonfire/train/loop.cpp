@@ -20,7 +20,7 @@ TrainReport train(const World& world, const Config& config, const TrainOptions& 
   for (std::int64_t step = 1; step <= config.train.steps; ++step) {
     tracer.begin_step(step);
     const double lr = run.learning_rate.at(step - 1);
-    run.optimizer->set_lr(lr);
+    run.trainee->set_lr(lr);
 
     const StepBatches batches = next_batches(run, tracer);
     const StepLoss loss = forward_backward(run, batches, step, tracer);

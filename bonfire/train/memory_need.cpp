@@ -13,7 +13,9 @@ std::string layout_line(const Config& config) {
   const auto& layout = config.layout;
   const auto memory = predict_memory(config);
   const std::string replicas = fmt::format("{} replica{}", layout.replicate, layout.replicate == 1 ? "" : "s");
-  return fmt::format("{}; a rank holds {} of model state, {} at its peak (predicted)",
+  const std::string pipeline =
+      layout.pipeline == 1 ? "" : fmt::format("pipeline {} ({}) x ", layout.pipeline, layout.schedule);
+  return fmt::format("{}{}; a rank holds {} of model state, {} at its peak (predicted)", pipeline,
                      layout.shard == 1 ? replicas + ", nothing sharded"
                                        : fmt::format("{} x shard {} ({})", replicas, layout.shard, layout.sharded),
                      format_bytes(memory.state.total()), format_bytes(memory.total()));
@@ -21,7 +23,11 @@ std::string layout_line(const Config& config) {
 
 void require_memory(const Config& config) {
   const std::int64_t cap = config.run.memory_cap.count;
-  if (cap == 0 || predict_memory(config).total() <= cap) return;
+  const std::int64_t needed = predict_memory(config).total();
+  if (cap == 0 || needed <= cap) return;
+  if (config.layout.pipeline > 1)
+    fail_key(config, "run.memory_cap",
+             fmt::format("a rank of this pipeline needs {} ({} bytes)", format_bytes(needed), needed));
   fail_key(config, "run.memory_cap",
            plan::does_not_fit(wrapped_model_of(config), data_parallel_of(config), memory_options_of(config), cap));
 }
@@ -31,7 +37,10 @@ void fail_for_memory(const Config& config, const std::string& refused) {
   const std::int64_t cap = config.run.memory_cap.count;
   // Something that needs less than this layout was thought to; with a cap, no more than that either.
   const std::int64_t most = cap > 0 ? std::min(cap, predicted - 1) : predicted - 1;
-  const auto fit = plan::smallest_fit(wrapped_model_of(config), data_parallel_of(config), memory_options_of(config), most);
+  // What would fit is known of data parallelism.
+  std::optional<plan::Fit> fit;
+  if (config.layout.pipeline == 1)
+    fit = plan::smallest_fit(wrapped_model_of(config), data_parallel_of(config), memory_options_of(config), most);
   std::string advice = "use a smaller train.microbatch, or more ranks";
   if (fit)
     advice = fmt::format("layout.shard = {} with layout.sharded = \"{}\" would {}: {}", fit->shard, plan::name_of(fit->what),

@@ -1,7 +1,10 @@
 #include "bonfire/train/predict.h"
 
+#include <algorithm>
+
 #include "bonfire/comm/device.h"
 #include "bonfire/train/selection.h"
+#include "bonfire/train/staged_model.h"
 
 namespace bonfire {
 namespace {
@@ -73,7 +76,54 @@ plan::MemoryOptions memory_options_of(const Config& config) {
           .on_host = on_host};
 }
 
+namespace {
+
+// The rank of a pipeline that needs most. Its stages are gathered whole, at most two at a time, and as many microbatches are
+// kept as the table has in flight on it.
+plan::Memory predict_pipeline(const Config& config) {
+  const auto model = model_of(config);
+  const auto table = table_of(config);
+  auto layout = data_parallel_of(config);
+  const auto options = memory_options_of(config);
+  const auto ranges = split_evenly(static_cast<int>(plan::chain_of(model).size()), table.stages);
+  const auto live = schedule::peak_activations(table);
+  const schedule::Index index(table);
+  plan::Memory most;
+  for (int rank = 0; rank < table.ranks(); ++rank) {
+    plan::Memory sum;
+    std::int64_t stages = 0, kept = 0, largest = 0;
+    for (int stage = 0; stage < table.stages; ++stage) {
+      if (index.find(schedule::Kind::forward, stage, 0).rank != rank) continue;
+      const auto& range = ranges[static_cast<std::size_t>(stage)];
+      const auto part = plan::part_of(model, range.begin, range.end);
+      const auto one = plan::memory_of(part, layout, options);
+      sum.state.parameters += one.state.parameters;
+      sum.state.masters += one.state.masters;
+      sum.state.gradients += one.state.gradients;
+      sum.state.optimizer += one.state.optimizer;
+      sum.state.host += one.state.host;
+      std::int64_t whole = 0;
+      for (const auto& flat : plan::flats_of(part, layout)) whole += flat.bytes;
+      if (layout.comes_and_goes()) largest = std::max(largest, whole);
+      sum.whole_gradients += one.whole_gradients;
+      sum.communication = std::max(sum.communication, one.communication);
+      sum.activations = std::max(sum.activations, one.activations);
+      for (const auto& unit : part.units) kept += unit.activation_bytes(plan::bytes_of(layout.compute)) * options.tokens;
+      sum.data = one.data;
+      ++stages;
+    }
+    if (stages == 0) continue;
+    sum.gathered = largest * std::min<std::int64_t>(stages, 2);
+    sum.activations += kept / stages * std::max(0, live[static_cast<std::size_t>(rank)] - 1);
+    if (sum.total() > most.total()) most = sum;
+  }
+  return most;
+}
+
+}  // namespace
+
 plan::Memory predict_memory(const Config& config) {
+  if (config.layout.pipeline > 1) return predict_pipeline(config);
   return plan::memory_of(wrapped_model_of(config), data_parallel_of(config), memory_options_of(config));
 }
 

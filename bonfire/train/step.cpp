@@ -1,13 +1,10 @@
 #include "bonfire/train/step.h"
 
 #include <cmath>
-#include <limits>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros.h>
 
 #include "bonfire/base/error.h"
-#include "bonfire/models/model.h"
 
 namespace bonfire {
 
@@ -21,53 +18,28 @@ StepBatches next_batches(Run& run, Tracer& tracer) {
 
 StepLoss forward_backward(Run& run, const StepBatches& batches, std::int64_t step, Tracer& tracer) {
   const auto device = run.world.device();
-  const auto count = batches.microbatches.size();
-  const auto& fault = run.config.fault;
   // Number of this rank's first sample in the batch of all ranks.
-  std::int64_t first_sample = run.mesh.coordinate(Axis::data) * (run.config.train.batch / run.config.data_ranks());
-  auto sum = at::zeros({1}, at::TensorOptions(at::kDouble).device(device));
-  for (std::size_t i = 0; i < count; ++i) {
-    const auto& batch = batches.microbatches[i];
-    at::Tensor loss;
-    {
-      const auto phase = tracer.phase("forward");
-      const auto input = batch.input.to(device, batch.input.scalar_type(), /*non_blocking=*/true);
-      const auto target = batch.target.to(device, batch.target.scalar_type(), /*non_blocking=*/true);
-      run.model->set_dropout(static_cast<std::uint64_t>(step), first_sample);
-      first_sample += batch.input.size(0);
-      loss = run.model->loss(input, target);
-      if (fault.nan_step == step && fault.nan_rank == run.world.rank())
-        loss = loss * std::numeric_limits<double>::quiet_NaN();
-    }
-    sum += loss.detach();
-    const auto phase = tracer.phase("backward");
-    // All microbatches are of one size: the mean over the batch is the mean of theirs.
-    auto part = loss / static_cast<double>(count);
-    if (run.scaler) part = run.scaler->scale(part);
-    if (i + 1 < count) {
-      run.engine.accumulate(part);
-    } else {
-      run.engine.backward(part);
-    }
-  }
+  const auto first_sample = run.mesh.coordinate(Axis::data) * (run.config.train.batch / run.config.data_ranks());
+  const auto own = run.trainee->forward_backward(
+      batches.microbatches,
+      {.step = step, .first_sample = first_sample, .scaler = run.scaler ? &*run.scaler : nullptr, .tracer = tracer});
   const auto& group = run.mesh.group(Axis::data);
   StepLoss loss;
-  sum /= static_cast<double>(count);
-  if (device.is_cpu()) loss.mine = sum.item<double>();
-  auto mean = sum.clone();
+  if (device.is_cpu()) loss.mine = own.item<double>();
+  auto mean = own.clone();
   group.all_reduce(mean).wait();
   loss.mean = mean.item<double>() / group.size();
-  if (!device.is_cpu()) loss.mine = sum.item<double>();
+  if (!device.is_cpu()) loss.mine = own.item<double>();
   return loss;
 }
 
 StepResult update_parameters(Run& run, const StepLoss& loss, Tracer& tracer) {
   const auto phase = tracer.phase("optimizer");
   if (!std::isfinite(loss.mean)) {
-    run.engine.spend_gradients();
+    run.trainee->spend_gradients();
     return {.skipped = true};
   }
-  return run.optimizer->step({.clip = run.config.train.clip,
+  return run.trainee->update({.clip = run.config.train.clip,
                               .clip_value = run.config.train.clip_value,
                               .scaler = run.scaler ? &*run.scaler : nullptr,
                               .skip_non_finite = true});

@@ -18,7 +18,7 @@ namespace bonfire {
 // stream is idle, so its time is known to the host as well.
 struct Tracer::Clock {
   struct Pair {
-    const char* name;
+    std::string name;
     c10::Event start, end;
   };
 
@@ -90,13 +90,14 @@ void Tracer::end_step(std::int64_t step) {
   if (world_.rank() == 0) write_file(file_, Trace::file(events));
 }
 
-void Tracer::add(const char* name, Nanoseconds start, Nanoseconds end) {
+void Tracer::add(const std::string& name, Nanoseconds start, Nanoseconds end) {
   trace_.add({.name = name, .category = "compute", .track = "compute", .start = start, .end = end, .bytes = 0});
 }
 
-Tracer::Phase Tracer::phase(const char* name) { return {tracing_ ? this : nullptr, name}; }
+Tracer::Phase Tracer::phase(std::string name) { return {this, std::move(name)}; }
 
-Tracer::Phase::Phase(Tracer* tracer, const char* name) : tracer_(tracer), name_(name) {
+Tracer::Phase::Phase(Tracer* tracer, std::string name)
+    : tracer_(tracer && tracer->tracing_ ? tracer : nullptr), name_(std::move(name)) {
   if (!tracer_) return;
   if (auto* clock = tracer_->clock_.get()) {
     start_ = static_cast<std::int64_t>(clock->pairs.size());

@@ -27,12 +27,12 @@ class BONFIRE_API Tracer {
 
   // The time from its construction to its destruction, on the rank's compute track.
   class Phase;
-  Phase phase(const char* name);
+  Phase phase(std::string name);
 
  private:
   struct Clock;  // of the device
   bool tracing() const { return tracing_; }
-  void add(const char* name, Nanoseconds start, Nanoseconds end);
+  void add(const std::string& name, Nanoseconds start, Nanoseconds end);
 
   World world_;
   std::int64_t first_;
@@ -45,14 +45,14 @@ class BONFIRE_API Tracer {
 
 class BONFIRE_API Tracer::Phase {
  public:
-  Phase(Tracer* tracer, const char* name);
+  Phase(Tracer* tracer, std::string name);
   ~Phase();
   Phase(const Phase&) = delete;
   Phase& operator=(const Phase&) = delete;
 
  private:
   Tracer* tracer_;  // null: not traced
-  const char* name_;
+  std::string name_;
   std::int64_t start_ = 0;  // nanoseconds on a CPU, the number of an event on a GPU
 };
 

@@ -43,13 +43,13 @@ TEST(Build, EveryOptionReachesTheEngine) {
   testing::run_ranks(2, [&](World& world) {
     {
       const bonfire::Run run(world, plain);
-      const auto& options = run.engine.options();
+      const auto& options = run.whole().engine.options();
       EXPECT_FALSE(options.debug || options.negotiate_order || options.precision.outputs || options.precision.buffers);
       EXPECT_EQ(options.start, Start::check);
       EXPECT_TRUE(options.wrapping.ignored_parameters.empty());
     }
     const bonfire::Run run(world, all);
-    const auto& options = run.engine.options();
+    const auto& options = run.whole().engine.options();
     EXPECT_TRUE(options.debug && options.negotiate_order);
     EXPECT_EQ(options.precision.outputs, at::kBFloat16);
     EXPECT_EQ(options.precision.buffers, at::kHalf);

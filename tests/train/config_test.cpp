@@ -193,10 +193,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadInput{"sequence_of_vectors",
                  "[model]\ntype = \"mlp\"\ninputs = 12\n[data]\nsequence = 8\n",
                  {"a.toml:5", "data.sequence = 8", "model.inputs = 12", "mlp with inputs = 0"}},
-        BadInput{"pipeline",
-                 "[layout]\npipeline = 2\n",
-                 {"a.toml:2", "layout.pipeline = 2", "pipeline parallelism is not available", "allowed: 1"},
-                 2},
+        BadInput{"pipeline_of_nobody", "[layout]\npipeline = 0\n", {"a.toml:2", "layout.pipeline = 0", "at least 1"}, 2},
         BadInput{"shard_that_does_not_divide",
                  "[layout]\nshard = 3\n",
                  {"a.toml:2", "layout.shard = 3", "but there are 4", "product is 4", "replicate 2 x shard 2"},
@@ -364,6 +361,7 @@ TEST(Config, TheResolvedFileReadsBackToItself) {
         "\"broadcast\"\n[layout]\nignore = [\"head\"]\n",
         "[[optimizer.group]]\nmatch = [\"norms\", \"blocks.0\"]\nlr = 0.1\n[[optimizer.group]]\nmatch = "
         "\"head\"\nweight_decay = 0.0\n",
+        "[train]\nmicrobatch = 1\n[layout]\npipeline = 2\nschedule = \"zb-v\"\nchunks = 2\n",
         "[layout]\nshard = 2\nsharded = \"optimizer\"\nwrap = 5000\nwrap_types = [\"block\"]\n"}) {
     Config config = parse_config(text, "a.toml");
     resolve(config, 2);

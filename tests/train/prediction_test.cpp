@@ -43,8 +43,8 @@ struct Held {
 std::int64_t bytes_of(const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor.storage().nbytes()); }
 
 Held held_by(const Run& run) {
-  Held held{.optimizer = run.optimizer->state_bytes()};
-  for (const auto& flat : run.engine.flats()) {
+  Held held{.optimizer = run.whole().optimizer->state_bytes()};
+  for (const auto& flat : run.whole().engine.flats()) {
     held.parameters += bytes_of(flat->held(0));
     for (const auto& share : flat->trained()) {
       if (share.low_precision.defined()) held.parameters += bytes_of(share.master);
@@ -74,8 +74,8 @@ TEST_P(Prediction, OfParametersGradientsAndOptimizerStateIsExact) {
           for (int step = 0; step < 2; ++step) {
             const auto batches = run.loader.next();
             const auto& batch = batches->microbatches.at(0);
-            run.engine.backward(run.model->loss(batch.input, batch.target));
-            run.optimizer->step({});
+            run.whole().engine.backward(run.whole().model->loss(batch.input, batch.target));
+            run.whole().optimizer->step({});
           }
           const Held held = held_by(run);
           EXPECT_GT(held.optimizer, 0) << what;
@@ -113,8 +113,8 @@ TEST_P(Prediction, OfEveryDivisionIsExact) {
       bonfire::Run run(world, config);
       for (int step = 0; step < 2; ++step) {
         const auto batches = run.loader.next();
-        run.engine.backward(run.model->loss(batches->microbatches.at(0).input, batches->microbatches.at(0).target));
-        run.optimizer->step({});
+        run.whole().engine.backward(run.whole().model->loss(batches->microbatches.at(0).input, batches->microbatches.at(0).target));
+        run.whole().optimizer->step({});
       }
       const Held held = held_by(run);
       const std::string what = fmt::format("F = {}, {}, {}, {} frozen", config.layout.shard, config.layout.sharded,

@@ -1,0 +1,100 @@
+#include "bonfire/train/engine_options.h"
+
+#include <utility>
+#include <variant>
+
+#include "bonfire/shard/share.h"
+#include "bonfire/train/predict.h"
+#include "bonfire/train/selection.h"
+
+namespace bonfire {
+namespace {
+
+// The types of Units that layout.wrap_types' words stand for.
+Wrapping wrapping_of(const Config& config) {
+  const auto& layout = config.layout;
+  const auto& spec = config.model.spec;
+  Wrapping wrapping{.all_in_one = layout.wrap == WordOrNumber("all"), .ignored_parameters = ignored_parameters(config)};
+  if (const auto* least = std::get_if<std::int64_t>(&layout.wrap)) wrapping.min_parameters = *least;
+  for (const auto& type : layout.wrap_types) {
+    if (type == "embedding") wrapping.types.push_back(spec.inputs ? "VectorEmbedding" : "TokenEmbedding");
+    if (type == "head") wrapping.types.push_back("OutputHead");
+    if (type != "block") continue;
+    switch (spec.type) {
+      case plan::ModelType::llama:
+      case plan::ModelType::gpt2: wrapping.types.push_back("TransformerBlock"); break;
+      case plan::ModelType::mlp: wrapping.types.push_back("MlpBlock"); break;
+      case plan::ModelType::vgg: wrapping.types.insert(wrapping.types.end(), {"Convolution", "Classifier"}); break;
+    }
+  }
+  return wrapping;
+}
+
+std::vector<ParameterRule> rules_of(const Config& config) {
+  const auto& optimizer = config.optimizer;
+  auto names = names_of_groups(config);
+  std::vector<ParameterRule> rules;
+  for (std::size_t at = 0; at < names.size(); ++at) {
+    const auto& [match, lr, weight_decay] = optimizer.group[at];
+    rules.push_back({.matches = [names = std::move(names[at])](const std::string& name,
+                                                               const at::Tensor&) { return names.contains(name); },
+                     .lr_factor = lr && optimizer.lr > 0 ? *lr / optimizer.lr : 1,
+                     .weight_decay = weight_decay.value_or(optimizer.weight_decay)});
+  }
+  return rules;
+}
+
+}  // namespace
+
+ShardOptions engine_options(const Config& config, const Log& log) {
+  // The same numbers as the prediction's.
+  const auto layout = data_parallel_of(config);
+  ShardOptions options{.what = layout.what,
+                       .prefetch = layout.prefetch,
+                       .backward_prefetch = layout.backward_prefetch,
+                       .accumulation = layout.accumulation,
+                       .offload = layout.offload,
+                       .start = config.train.start == "broadcast" ? Start::broadcast : Start::check,
+                       .buckets = layout.buckets,
+                       .reduction = {.compression = layout.compression, .powersgd_rank = layout.powersgd_rank},
+                       .negotiate_order = config.layout.negotiate_order,
+                       .debug = config.run.debug_parameters,
+                       .log = log};
+  options.reshard_after_forward = layout.reshard_ranks > 0 ? ReshardAfterForward(layout.reshard_ranks)
+                                                           : ReshardAfterForward(layout.reshard_after_forward);
+  auto& precision = options.precision;
+  if (layout.compute != layout.master) precision.parameters = scalar_type(layout.compute);
+  if (layout.gradient != layout.master) precision.gradients = scalar_type(layout.gradient);
+  if (layout.keep) precision.keep = [keep = layout.keep](const std::string& name, const at::Tensor&) { return keep(name); };
+  if (const auto& type = config.train.output_precision; type != "model")
+    precision.outputs = scalar_type(plan::dtype_of(type));
+  if (const auto& type = config.train.buffer_precision; type != "model")
+    precision.buffers = scalar_type(plan::dtype_of(type));
+  precision.scaled_loss = config.train.precision == "fp16";
+  options.wrapping = wrapping_of(config);
+  return options;
+}
+
+std::unique_ptr<Optimizer> make_optimizer(Engine& engine, const Config& config) {
+  const auto& o = config.optimizer;
+  if (o.type == "sgd") {
+    return std::make_unique<Sgd>(engine, SgdOptions{.lr = o.lr,
+                                                    .momentum = o.momentum,
+                                                    .weight_decay = o.weight_decay,
+                                                    .nesterov = o.nesterov,
+                                                    .maximize = o.maximize,
+                                                    .rules = rules_of(config)});
+  }
+  const AdamOptions options{.lr = o.lr,
+                            .beta1 = o.betas[0],
+                            .beta2 = o.betas[1],
+                            .eps = o.eps,
+                            .weight_decay = o.weight_decay,
+                            .amsgrad = o.amsgrad,
+                            .maximize = o.maximize,
+                            .rules = rules_of(config)};
+  if (o.type == "adam") return std::make_unique<Adam>(engine, options);
+  return std::make_unique<AdamW>(engine, options);
+}
+
+}  // namespace bonfire

@@ -1,0 +1,161 @@
+#include "bonfire/train/staged_model.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <limits>
+#include <map>
+#include <optional>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/tensor.h>
+#include <fmt/ranges.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/models/model.h"
+#include "bonfire/schedule/generate.h"
+#include "bonfire/schedule/text.h"
+#include "bonfire/train/engine_options.h"
+#include "bonfire/train/selection.h"
+
+namespace bonfire {
+namespace {
+
+int microbatches_of(const Config& config) {
+  return static_cast<int>(config.train.batch / config.data_ranks() / config.train.microbatch);
+}
+
+PipelineOptions options_of(const Config& config) {
+  return {.schedule = schedule_of(config), .schedule_name = config.layout.schedule};
+}
+
+Chain units_of(const plan::ModelDescription& model) {
+  Chain chain{.units = plan::chain_of(model)};
+  TiedWeight tied;
+  for (std::size_t at = 0; at < chain.units.size(); ++at)
+    for (const auto& name : model.unit(chain.units[at]).shared) tied.uses.push_back({static_cast<int>(at), name});
+  if (!tied.uses.empty()) chain.tied.push_back(std::move(tied));
+  return chain;
+}
+
+std::vector<Microbatch> to_microbatches(const std::vector<Batch>& batches, const World& world) {
+  std::vector<Microbatch> list;
+  for (const auto& batch : batches)
+    list.push_back({.input = {batch.input.to(world.device(), batch.input.scalar_type(), /*non_blocking=*/true)},
+                    .target = {batch.target.to(world.device(), batch.target.scalar_type(), /*non_blocking=*/true)}});
+  return list;
+}
+
+}  // namespace
+
+Chain chain_of(const Config& config, const World& world) {
+  const auto model = model_of(config);
+  Chain chain = units_of(model);
+  const BuildOptions build{.seed = static_cast<std::uint64_t>(config.train.seed), .device = world.device()};
+  const bool faulty = config.fault.nan_rank == world.rank();
+  chain.build = [model, build, faulty, nan_step = config.fault.nan_step](UnitRange units) {
+    auto part = build_model(plan::part_of(model, units.begin, units.end), build);
+    return StageModule{part, [part, faulty, nan_step](Tensors values, const Microbatch& microbatch) {
+                         part->set_dropout(microbatch.step, microbatch.first_sample);
+                         auto out = part->forward(values[0], part->head() ? microbatch.target[0] : at::Tensor());
+                         if (faulty && nan_step > 0 && microbatch.step == static_cast<std::uint64_t>(nan_step))
+                           out = out * std::numeric_limits<double>::quiet_NaN();
+                         return Tensors{std::move(out)};
+                       }};
+  };
+  return chain;
+}
+
+schedule::Schedule schedule_of(const Config& config) {
+  const auto& layout = config.layout;
+  const auto& names = schedule::schedule_names();
+  const int ranks = static_cast<int>(layout.pipeline), microbatches = microbatches_of(config);
+  if (std::find(names.begin(), names.end(), layout.schedule) != names.end())
+    return schedule::generate(layout.schedule, {.ranks = ranks,
+                                                .microbatches = microbatches,
+                                                .chunks = layout.chunks > 0 ? static_cast<int>(layout.chunks)
+                                                                            : schedule::natural_chunks(layout.schedule)});
+  if (!std::filesystem::exists(layout.schedule))
+    fail_config("no schedule has this name, and there is no such file; allowed: {} | a file", fmt::join(names, " | "));
+  auto table = schedule::read_table(layout.schedule);
+  if (table.ranks() != ranks) fail_config("the table has {} ranks, layout.pipeline is {}", table.ranks(), ranks);
+  if (table.microbatches != microbatches)
+    fail_config(
+        "the table has {} microbatches, a rank's part of the batch {} (train.batch / data-parallel ranks / "
+        "train.microbatch)",
+        table.microbatches, microbatches);
+  if (layout.chunks > 0 && layout.chunks * ranks != table.stages)
+    fail_config("the table has {} stages on {} ranks, layout.chunks is {}", table.stages, ranks, layout.chunks);
+  return table;
+}
+
+schedule::Schedule table_of(const Config& config) {
+  auto options = options_of(config);
+  options.shard = engine_options(config, Log::silent());
+  return pipeline_table(units_of(model_of(config)), options,
+                        {static_cast<int>(config.layout.replicate), static_cast<int>(config.layout.shard)});
+}
+
+StagedModel::StagedModel(const World& world, const Config& config, const Mesh& mesh)
+    : world_(world), pipeline_([&] {
+        auto options = options_of(config);
+        options.shard = engine_options(config, world.log());
+        return Pipeline(mesh, chain_of(config, world), std::move(options));
+      }()) {
+  std::map<const Engine*, int> stage_of;
+  for (const int stage : pipeline_.local_stages()) {
+    auto& engine = pipeline_.engine(stage);
+    optimizers_.push_back(make_optimizer(engine, config));
+    together_.push_back(optimizers_.back().get());
+    stage_of[&engine] = stage;
+  }
+  parts_ = {.ranks = mesh.group(Axis::pipeline),
+            .is_copy = [this, stage_of](const Engine& engine, const FlatParameter& flat) {
+              return pipeline_.is_copy(stage_of.at(&engine), flat);
+            }};
+}
+
+at::Tensor StagedModel::forward_backward(const std::vector<Batch>& batches, const Pass& pass) {
+  auto microbatches = to_microbatches(batches, world_);
+  auto first_sample = pass.first_sample;
+  for (auto& microbatch : microbatches) {
+    microbatch.step = static_cast<std::uint64_t>(pass.step);
+    microbatch.first_sample = first_sample;
+    first_sample += microbatch.samples();
+  }
+  std::optional<Tracer::Phase> phase;
+  const auto report = pipeline_.step(microbatches, {.loss_scale = pass.scaler ? pass.scaler->scale() : 1,
+                                                    .observe = [&](const schedule::Action& action, bool begins) {
+                                                      if (!schedule::is_compute(action.kind)) return;
+                                                      phase.reset();
+                                                      if (begins) phase.emplace(&pass.tracer, schedule::to_text(action));
+                                                    }});
+  return at::tensor({report.loss}, at::kDouble).to(world_.device());
+}
+
+StepResult StagedModel::update(const StepOptions& options) { return Optimizer::step_together(together_, options, parts_); }
+
+void StagedModel::spend_gradients() {
+  for (const int stage : pipeline_.local_stages()) pipeline_.engine(stage).spend_gradients();
+}
+
+void StagedModel::set_lr(double lr) {
+  for (auto& optimizer : optimizers_) optimizer->set_lr(lr);
+}
+
+at::Tensor StagedModel::evaluate(const std::vector<Batch>& batches, std::size_t counted) {
+  auto microbatches = to_microbatches(batches, world_);
+  double samples = 0;
+  for (std::size_t at = 0; at < microbatches.size(); ++at) {
+    microbatches[at].counts = at < counted;
+    if (at < counted) samples += static_cast<double>(microbatches[at].samples());
+  }
+  const auto train = [&](bool on) {
+    for (const int stage : pipeline_.local_stages()) pipeline_.module(stage).train(on);
+  };
+  train(false);
+  const double mean = pipeline_.evaluate(microbatches).loss;
+  train(true);
+  return at::tensor({mean * samples, samples}, at::kDouble).to(world_.device());
+}
+
+}  // namespace bonfire

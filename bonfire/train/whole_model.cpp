@@ -1,0 +1,82 @@
+#include "bonfire/train/whole_model.h"
+
+#include <limits>
+#include <optional>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+
+#include "bonfire/shard/build_scope.h"
+#include "bonfire/train/engine_options.h"
+#include "bonfire/train/selection.h"
+
+namespace bonfire {
+namespace {
+
+// Unit by Unit: a rank never holds more of the model than its shares and the Unit that is being built. A Unit that is being
+// built does not know its name, so with names to be ignored the model is built whole.
+std::shared_ptr<Model> make_model(const World& world, const Config& config, const Mesh& mesh) {
+  std::optional<Build> scope;
+  if (config.layout.ignore.empty()) scope.emplace(mesh, engine_options(config, world.log()));
+  return build_model(model_of(config), {.seed = static_cast<std::uint64_t>(config.train.seed), .device = world.device()});
+}
+
+}  // namespace
+
+WholeModel::WholeModel(const World& world, const Config& config, const Mesh& mesh)
+    : world_(world),
+      fault_(config.fault),
+      model(make_model(world, config, mesh)),
+      engine(shard(mesh, *model, engine_options(config, world.log()))),
+      optimizer(make_optimizer(engine, config)) {}
+
+at::Tensor WholeModel::forward_backward(const std::vector<Batch>& microbatches, const Pass& pass) {
+  const auto device = world_.device();
+  const auto count = microbatches.size();
+  auto first_sample = pass.first_sample;
+  auto sum = at::zeros({1}, at::TensorOptions(at::kDouble).device(device));
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto& batch = microbatches[i];
+    at::Tensor loss;
+    {
+      const auto phase = pass.tracer.phase("forward");
+      const auto input = batch.input.to(device, batch.input.scalar_type(), /*non_blocking=*/true);
+      const auto target = batch.target.to(device, batch.target.scalar_type(), /*non_blocking=*/true);
+      model->set_dropout(static_cast<std::uint64_t>(pass.step), first_sample);
+      first_sample += batch.input.size(0);
+      loss = model->loss(input, target);
+      if (fault_.nan_step == pass.step && fault_.nan_rank == world_.rank())
+        loss = loss * std::numeric_limits<double>::quiet_NaN();
+    }
+    sum += loss.detach();
+    const auto phase = pass.tracer.phase("backward");
+    // All microbatches are of one size: the mean over the batch is the mean of theirs.
+    auto part = loss / static_cast<double>(count);
+    if (pass.scaler) part = pass.scaler->scale(part);
+    if (i + 1 < count) {
+      engine.accumulate(part);
+    } else {
+      engine.backward(part);
+    }
+  }
+  return sum.div_(static_cast<double>(count));
+}
+
+at::Tensor WholeModel::evaluate(const std::vector<Batch>& microbatches, std::size_t counted) {
+  const c10::NoGradGuard no_gradients;
+  const auto device = world_.device();
+  auto sums = at::zeros({2}, at::TensorOptions(at::kDouble).device(device));
+  model->eval();
+  for (std::size_t at = 0; at < microbatches.size(); ++at) {
+    const auto& batch = microbatches[at];
+    const auto loss = model->loss(batch.input.to(device), batch.target.to(device));
+    if (at >= counted) continue;
+    const auto samples = static_cast<double>(batch.input.size(0));
+    sums[0] += loss * samples;
+    sums[1] += samples;
+  }
+  model->train();
+  return sums;
+}
+
+}  // namespace bonfire

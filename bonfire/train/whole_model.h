@@ -1,0 +1,35 @@
+#pragma once
+
+#include <memory>
+
+#include "bonfire/comm/world.h"
+#include "bonfire/models/model.h"
+#include "bonfire/shard/engine.h"
+#include "bonfire/train/config.h"
+#include "bonfire/train/trainee.h"
+
+namespace bonfire {
+
+// Every rank has the whole model, or its shares of all of it.
+class BONFIRE_API WholeModel final : public Trainee {
+ public:
+  // Collective.
+  WholeModel(const World& world, const Config& config, const Mesh& mesh);
+
+  at::Tensor forward_backward(const std::vector<Batch>& microbatches, const Pass& pass) override;
+  StepResult update(const StepOptions& options) override { return optimizer->step(options); }
+  void spend_gradients() override { engine.spend_gradients(); }
+  void set_lr(double lr) override { optimizer->set_lr(lr); }
+  at::Tensor evaluate(const std::vector<Batch>& microbatches, std::size_t counted) override;
+
+ private:
+  World world_;
+  Config::Fault fault_;
+
+ public:
+  std::shared_ptr<Model> model;
+  Engine engine;
+  std::unique_ptr<Optimizer> optimizer;
+};
+
+}  // namespace bonfire

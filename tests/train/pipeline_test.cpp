@@ -1,0 +1,121 @@
+// The real loop through pipelines, against one rank.
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <map>
+
+#include <gtest/gtest.h>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "bonfire/schedule/generate.h"
+#include "bonfire/train/staged_model.h"
+#include "tests/train/loop_fixture.h"
+
+namespace bonfire {
+namespace {
+
+using testing::common;
+using testing::Loop;
+using testing::models;
+
+using Overrides = std::vector<std::string>;
+
+class Pipelines : public Loop {
+ protected:
+  void expect_like_one_rank(const std::string& model, int ranks, Overrides layout, const Overrides& both = {}) {
+    auto alone = both;
+    alone.push_back("train.eval_every=2");
+    layout.insert(layout.end(), alone.begin(), alone.end());
+    const auto expected = run(model, 1, alone), outcome = run(model, ranks, layout);
+    EXPECT_EQ(outcome.error, "");
+    ASSERT_EQ(outcome.metrics.size(), expected.metrics.size());
+    for (std::size_t step = 0; step < expected.metrics.size(); ++step)
+      for (const auto* key : {"loss", "grad_norm", "eval_loss"}) {
+        if (!expected.metrics[step].contains(key)) continue;
+        const auto value = expected.metrics[step].at(key).get<double>();
+        EXPECT_NEAR(outcome.metrics[step].at(key).get<double>(), value, 1e-5 * std::abs(value))
+            << key << ", step " << step + 1;
+      }
+  }
+};
+
+TEST_F(Pipelines, EveryScheduleHasTheCurveOfOneRank) {
+  for (const auto& name : schedule::schedule_names()) {
+    SCOPED_TRACE(name);
+    expect_like_one_rank("gpt2", 2, {"layout.pipeline=2", "layout.schedule=" + name, "train.microbatch=6"});
+  }
+}
+
+TEST_F(Pipelines, WithEveryShardingAndModel) {
+  for (const auto& [model, sections] : models) {
+    SCOPED_TRACE(model);
+    expect_like_one_rank(model, 4, {"layout.pipeline=2", "layout.shard=2", "train.microbatch=6"});
+  }
+  for (const auto* what : {"optimizer", "gradients"})
+    expect_like_one_rank("gpt2", 4,
+                         {"layout.pipeline=2", "layout.shard=2", std::string("layout.sharded=") + what,
+                          "layout.schedule=zb-h1", "train.microbatch=6"});
+  expect_like_one_rank("llama", 4,
+                       {"layout.pipeline=2", "layout.replicate=2", "layout.schedule=zb-v", "train.microbatch=12"});
+}
+
+TEST_F(Pipelines, FrozenPartsAndDropoutToo) {
+  expect_like_one_rank("gpt2", 2, {"layout.pipeline=2", "layout.schedule=zb-h1", "train.microbatch=12"},
+                       {"train.freeze=[\"embedding\", \"blocks.*.attention\"]", "model.dropout=0.1"});
+}
+
+// The cells of each rank, as they ran, are the computations of its row.
+TEST_F(Pipelines, TheTraceIsTheTable) {
+  const Overrides layout{"layout.pipeline=2", "layout.schedule=zb-h1", "train.microbatch=12", "train.trace_steps=1"};
+  const auto outcome = run("gpt2", 2, layout);
+  Config config = parse_config(models.at("gpt2") + common, "a.toml", layout);
+  resolve(config, 2);
+  const auto table = table_of(config);
+
+  std::ifstream in(outcome.folder / "trace.json");
+  const auto trace = nlohmann::json::parse(in);
+  std::map<int, std::vector<std::pair<double, std::string>>> cells;
+  for (const auto& event : trace.is_array() ? trace : trace.at("traceEvents"))
+    if (const auto name = event.at("name").get<std::string>(); event.contains("ts") && schedule::parse_action(name))
+      cells[event.at("pid").get<int>()].emplace_back(event.at("ts").get<double>(), name);
+  for (int rank = 0; rank < 2; ++rank) {
+    std::stable_sort(cells[rank].begin(), cells[rank].end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    std::vector<std::string> seen, expected;
+    for (const auto& [at, name] : cells[rank]) seen.push_back(name);
+    for (const auto& action : table.rows[static_cast<std::size_t>(rank)])
+      if (schedule::is_compute(action.kind)) expected.push_back(schedule::to_text(action));
+    EXPECT_EQ(seen, expected) << "rank " << rank;
+  }
+}
+
+std::string refusal(const Overrides& overrides, std::int64_t ranks) {
+  try {
+    Config config = parse_config(models.at("gpt2") + common, "a.toml", overrides);
+    resolve(config, ranks);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(PipelineKeys, WhatCannotBeIsOneLineBeforeAnythingStarts) {
+  EXPECT_EQ(
+      refusal({"layout.pipeline=8"}, 8),
+      "--set layout.pipeline=8: layout.pipeline = 8: 8 stages for a model of 4 Units: a stage has at least one; allowed: "
+      "up to 4 stages (pipeline x chunks)");
+  const auto odd = refusal({"layout.pipeline=2", "layout.schedule=interleaved", "train.microbatch=16"}, 2);
+  EXPECT_NE(odd.find("layout.schedule = \"interleaved\": "), std::string::npos) << odd;
+  EXPECT_NE(odd.find("multiple"), std::string::npos) << odd;
+  EXPECT_EQ(refusal({"layout.pipeline=2", "layout.schedule=2f2b"}, 2),
+            "--set layout.schedule=2f2b: layout.schedule = \"2f2b\": no schedule has this name, and there is no such file; "
+            "allowed: "
+            "naive | gpipe | 1f1b | interleaved | zb-h1 | zb-h2 | zb-v | a file");
+  EXPECT_NE(refusal({"layout.schedule=gpipe"}, 1).find("there is no pipeline"), std::string::npos);
+  EXPECT_NE(refusal({"layout.pipeline=2", "layout.wrap=all"}, 2).find("allowed with: layout.pipeline = 1"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace bonfire
