@@ -169,9 +169,12 @@ class Bench:
     def prefetch(self):
         self.text("prefetch", "Gathering ahead, with Units that sleep", "prefetch")
 
+    def pipeline(self):
+        self.text("pipeline", "Real bubbles beside the clock's, with Units that sleep", "pipeline")
+
 
 def main():
-    benches = ["small_llama", "sharded", "wrapping", "overlap", "prefetch"]
+    benches = ["small_llama", "sharded", "wrapping", "overlap", "prefetch", "pipeline"]
     parser = argparse.ArgumentParser()
     parser.add_argument("--peers", default="peers", help="folder of the peers' environment")
     parser.add_argument("--command", default="build/bonfire")

@@ -181,7 +181,7 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
   std::printf("%d ranks, forward of a stage %.0f ms, each half of its backward as long\n", ranks, 1e3 * seconds);
   std::printf("%-12s %4s %10s %10s %8s %9s %9s %9s %9s\n", "schedule", "m", "clock ms", "step ms", "ratio", "spread %",
-              "bubble", "clock's");
+              "bubble", "clock's", "rank's");
   const auto row = [&](const std::string& name, int microbatches) {
     const auto table =
         schedule::generate(name, {.ranks = ranks, .microbatches = microbatches, .chunks = schedule::natural_chunks(name)});
