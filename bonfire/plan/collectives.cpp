@@ -30,18 +30,12 @@ class List {
     add(CollectiveKind::all_reduce, Axis::data, 8, layout.ranks());  // the loss
     if (layout.clip) add(CollectiveKind::all_reduce, Axis::shard, 8, factors_.optimizer);
     if (factors_.optimizer > factors_.parameters)
-      for (const auto& flat : flats_) add(CollectiveKind::all_gather, Axis::shard, trained_bytes(flat), layout.shard);
+      for (const auto& flat : flats_) add(CollectiveKind::all_gather, Axis::shard, flat.trained_bytes(), layout.shard);
   }
 
   std::vector<Issued> issued() && { return std::move(list_); }
 
  private:
-  static std::int64_t trained_bytes(const FlatLayout& flat) {
-    std::int64_t sum = 0;
-    for (const auto& region : flat.regions) sum += region.trained ? region.bytes() : 0;
-    return sum;
-  }
-
   // PowerSGD: the left factors with everything that is not compressed behind them, while backward runs; the right factors
   // when it has ended.
   void find_factors(const std::vector<ParameterGroup>& groups) {

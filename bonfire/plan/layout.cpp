@@ -50,6 +50,12 @@ std::int64_t FlatLayout::trained_elements() const {
   return sum;
 }
 
+std::int64_t FlatLayout::trained_bytes() const {
+  std::int64_t sum = 0;
+  for (const auto& region : regions) sum += region.trained ? region.bytes() : 0;
+  return sum;
+}
+
 bool FlatLayout::any_trained() const { return !regions.empty() && regions.front().trained; }
 
 std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& groups, const BucketOptions& options) {
@@ -84,7 +90,10 @@ std::vector<ParameterGroup> groups_in_backward_order(const ModelDescription& mod
 }
 
 std::vector<FlatLayout> flats_of(const ModelDescription& model, const DataParallel& layout) {
-  auto groups = groups_in_backward_order(model);
+  return flats_of(groups_in_backward_order(model), layout);
+}
+
+std::vector<FlatLayout> flats_of(std::vector<ParameterGroup> groups, const DataParallel& layout) {
   for (auto& group : groups)
     for (auto& parameter : group.parameters) {
       parameter.master = layout.master;

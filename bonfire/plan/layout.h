@@ -64,6 +64,7 @@ struct FlatLayout {
 
   bool trained(std::size_t segment) const { return regions[segments[segment].region].trained; }
   BONFIRE_API std::int64_t trained_elements() const;  // with padding
+  BONFIRE_API std::int64_t trained_bytes() const;     // of them, as forward reads them
   BONFIRE_API bool any_trained() const;
 };
 
@@ -130,6 +131,8 @@ struct DataParallel {
 
 // The flat buffers of a model in this layout, in the order in which backward finishes them.
 BONFIRE_API std::vector<FlatLayout> flats_of(const ModelDescription& model, const DataParallel& layout);
+// The same of groups in an order of the caller's, which have their sizes and get their types here.
+BONFIRE_API std::vector<FlatLayout> flats_of(std::vector<ParameterGroup> groups, const DataParallel& layout);
 
 // Matrices that PowerSGD compresses: rows x columns, and the rank it gets. Others of the bucket travel as they are.
 struct LowRank {

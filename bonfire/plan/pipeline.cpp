@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <utility>
 
 #include "bonfire/base/error.h"
 
@@ -43,18 +44,12 @@ class Row {
     }
     if (factors_.optimizer > factors_.parameters)
       for (const auto& [stage, flats] : flats_)
-        for (const auto& flat : flats) add(CollectiveKind::all_gather, Axis::shard, trained_bytes(flat), layout.data.shard);
+        for (const auto& flat : flats) add(CollectiveKind::all_gather, Axis::shard, flat.trained_bytes(), layout.data.shard);
   }
 
   std::vector<Collective> list() && { return std::move(list_); }
 
  private:
-  static std::int64_t trained_bytes(const FlatLayout& flat) {
-    std::int64_t sum = 0;
-    for (const auto& region : flat.regions) sum += region.trained ? region.bytes() : 0;
-    return sum;
-  }
-
   const std::vector<FlatLayout>& flats(int stage) {
     auto& flats = flats_[stage];
     if (flats.empty()) flats = flats_of_stage(model_, layout_, stage);
@@ -143,16 +138,7 @@ std::vector<FlatLayout> flats_of_stage(const ModelDescription& model, const Pipe
   auto groups = groups_in_backward_order(part);
   groups.back().apart = true;
   if (part.units.back().kind == UnitKind::head) std::rotate(groups.begin(), groups.end() - 1, groups.end());
-  for (auto& group : groups)
-    for (auto& parameter : group.parameters) {
-      parameter.master = data.master;
-      parameter.compute = data.keep && data.keep(parameter.name) ? data.master : data.compute;
-    }
-  BucketOptions options = data.buckets;
-  options.gradient = data.gradient;
-  options.parts = data.ranks();
-  options.one_per_group = data.comes_and_goes();
-  return bucket(groups, options);
+  return flats_of(std::move(groups), data);
 }
 
 std::int64_t crossing_bytes(const ModelDescription& model, const PipelineLayout& layout, int stage, int microbatch) {

@@ -1,9 +1,9 @@
 #include "bonfire/shard/settings.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "bonfire/base/error.h"
+#include "bonfire/plan/course.h"
 
 namespace bonfire {
 namespace {
@@ -88,6 +88,8 @@ ReductionOptions ShardSettings::over_replicas() const {
   return reduction;
 }
 
-std::size_t ShardSettings::whole_gradients() const { return static_cast<std::size_t>(std::max(2, options.prefetch + 1)); }
+std::size_t ShardSettings::whole_gradients() const {
+  return static_cast<std::size_t>(plan::whole_gradient_limit({.prefetch = options.prefetch}));
+}
 
 }  // namespace bonfire
