@@ -18,8 +18,9 @@ Pieces pieces_of(std::int64_t rows, std::int64_t packs) {
   return {rows * per_row, static_cast<int>(per_row)};
 }
 
-template <class T, int width, bool backward>
-__global__ void swiglu_kernel(const T* __restrict__ gate_up, const T* __restrict__ d_out, T* __restrict__ result,
+// Backward with `again` puts the activation where its gradient was.
+template <class T, int width, bool backward, bool again>
+__global__ void swiglu_kernel(const T* __restrict__ gate_up, T* __restrict__ d_out, T* __restrict__ result,
                               std::int64_t columns, int per_row) {
   using C = compute_t<T>;
   const std::int64_t row = blockIdx.x / static_cast<unsigned>(per_row), packs = columns / width;
@@ -32,13 +33,15 @@ __global__ void swiglu_kernel(const T* __restrict__ gate_up, const T* __restrict
     const Pack<T, width> gate = pack_at<T, width>(gates, i), up = pack_at<T, width>(ups, i);
     if constexpr (backward) {
       const Pack<T, width> d = pack_at<T, width>(d_out + row * columns, i);
-      Pack<T, width> d_gate, d_up;
+      Pack<T, width> d_gate, d_up, out;
 #pragma unroll
       for (int j = 0; j < width; ++j) {
         const C g = load(gate.at[j]), s = sigmoid<T>(g), dj = load(d.at[j]);
         d_gate.at[j] = store<T>(dj * load(up.at[j]) * s * (C(1) + g * (C(1) - s)));
         d_up.at[j] = store<T>(dj * g * s);
+        if constexpr (again) out.at[j] = store<T>(g * s * load(up.at[j]));
       }
+      if constexpr (again) pack_at<T, width>(d_out + row * columns, i) = out;
       T* to = result + 2 * row * columns;
       pack_at<T, width>(to, i) = d_gate;
       pack_at<T, width>(to + columns, i) = d_up;
@@ -54,7 +57,7 @@ __global__ void swiglu_kernel(const T* __restrict__ gate_up, const T* __restrict
   }
 }
 
-template <bool backward>
+template <bool backward, bool again>
 void swiglu(const SwigluMemory& memory, cudaStream_t stream) {
   if (memory.rows == 0 || memory.columns == 0) return;
   with_type(memory.type, [&](auto t) {
@@ -62,21 +65,19 @@ void swiglu(const SwigluMemory& memory, cudaStream_t stream) {
     const auto run = [&](auto packed) {
       constexpr int width = decltype(packed)::value ? full_width<T> : 1;
       const Pieces pieces = pieces_of(memory.rows, memory.columns / width);
-      swiglu_kernel<T, width, backward><<<static_cast<unsigned>(pieces.blocks), threads, 0, stream>>>(
-          static_cast<const T*>(memory.gate_up), static_cast<const T*>(memory.d_out), static_cast<T*>(memory.result),
-          memory.columns, pieces.per_row);
+      swiglu_kernel<T, width, backward, again><<<static_cast<unsigned>(pieces.blocks), threads, 0, stream>>>(
+          static_cast<const T*>(memory.gate_up), static_cast<T*>(const_cast<void*>(memory.d_out)),
+          static_cast<T*>(memory.result), memory.columns, pieces.per_row);
     };
     const bool packed = memory.columns % full_width<T> == 0 && aligned({memory.gate_up, memory.d_out, memory.result}, 16);
     packed ? run(std::true_type{}) : run(std::false_type{});
   });
 }
 
-// gelu(x) = x * sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), because 1 + tanh(u) = 2 sigmoid(2 u).
 template <class T, int width, bool backward>
 __global__ void gelu_kernel(const T* __restrict__ in, const T* __restrict__ d_out, T* __restrict__ result,
                             std::int64_t packs) {
   using C = compute_t<T>;
-  constexpr C k = C(1.5957691216057307117597842397375), cubic = C(0.044715);
   for (int round = 0; round < rounds; ++round) {
     const std::int64_t i = (static_cast<std::int64_t>(blockIdx.x) * rounds + round) * threads + threadIdx.x;
     if (i >= packs) return;
@@ -85,13 +86,8 @@ __global__ void gelu_kernel(const T* __restrict__ in, const T* __restrict__ d_ou
     if constexpr (backward) d = pack_at<T, width>(d_out, i);
 #pragma unroll
     for (int j = 0; j < width; ++j) {
-      const C v = load(x.at[j]), s = sigmoid<T>(k * (v + cubic * v * v * v));
-      if constexpr (backward) {
-        const C slope = k * (C(1) + C(3) * cubic * v * v);
-        out.at[j] = store<T>(load(d.at[j]) * s * (C(1) + v * (C(1) - s) * slope));
-      } else {
-        out.at[j] = store<T>(v * s);
-      }
+      const Gelu<T> gelu(load(x.at[j]));
+      out.at[j] = store<T>(backward ? load(d.at[j]) * gelu.slope : gelu.value);
     }
     pack_at<T, width>(result, i) = out;
   }
@@ -153,8 +149,10 @@ __global__ void dropout_kernel(const T* __restrict__ x, T* __restrict__ out, std
 
 }  // namespace
 
-void launch_swiglu(const SwigluMemory& memory, cudaStream_t stream) { swiglu<false>(memory, stream); }
-void launch_swiglu_backward(const SwigluMemory& memory, cudaStream_t stream) { swiglu<true>(memory, stream); }
+void launch_swiglu(const SwigluMemory& memory, cudaStream_t stream) { swiglu<false, false>(memory, stream); }
+void launch_swiglu_backward(const SwigluMemory& memory, cudaStream_t stream) {
+  memory.again ? swiglu<true, true>(memory, stream) : swiglu<true, false>(memory, stream);
+}
 void launch_gelu(const GeluMemory& memory, cudaStream_t stream) { gelu<false>(memory, stream); }
 void launch_gelu_backward(const GeluMemory& memory, cudaStream_t stream) { gelu<true>(memory, stream); }
 

@@ -11,6 +11,7 @@ struct SwigluMemory {
   const void* gate_up = nullptr;
   const void* d_out = nullptr;  // backward only
   void* result = nullptr;       // forward: out; backward: the gradient of gate_up
+  bool again = false;           // backward only: leave `out` in place of its gradient
   std::int64_t rows = 0, columns = 0;
   Element type = Element::f32;
 };

@@ -86,6 +86,19 @@ __device__ compute_t<T> sigmoid(compute_t<T> x) {
     return compute_t<T>(1) / (compute_t<T>(1) + exp(-x));
 }
 
+// gelu(x) = x * sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), because 1 + tanh(u) = 2 sigmoid(2 u).
+template <class T>
+struct Gelu {
+  using C = compute_t<T>;
+  C value, slope;
+  __device__ explicit Gelu(C x) {
+    constexpr C k = C(1.5957691216057307117597842397375), cubic = C(0.044715);
+    const C s = sigmoid<T>(k * (x + cubic * x * x * x));
+    value = x * s;
+    slope = s * (C(1) + x * (C(1) - s) * (k * (C(1) + C(3) * cubic * x * x)));
+  }
+};
+
 // The same sum in all lanes.
 template <class C>
 __device__ C sum_of_warp(C value) {

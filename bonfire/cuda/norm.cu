@@ -3,6 +3,7 @@
 #include <cuda_pipeline.h>
 
 #include "bonfire/cuda/device.cuh"
+#include "bonfire/cuda/parts.cuh"
 
 namespace bonfire::cuda {
 namespace {
@@ -105,9 +106,9 @@ __global__ void __launch_bounds__(most_threads) forward_kernel(Forward<T, W> a) 
 template <class T, class W>
 struct Backward {
   const T *dy, *ds, *x;
-  const W* weight;
+  const W *weight, *bias;
   const compute_t<T>*mean, *rstd;
-  T* dx;
+  T *dx, *normed;
   compute_t<T>*d_weight, *d_bias;  // parts: one row for each block
   std::int64_t rows, columns;
 };
@@ -240,6 +241,16 @@ __global__ void __launch_bounds__(most_threads, kept == 1 ? 2 : 1) backward_kern
         out.at[j] = store<T>(d);
       }
       pack_at<T, width>(a.dx + row * a.columns, i) = out;
+      if (!a.normed) return;
+      Pack<W, width> bias{};
+      if constexpr (centered) bias = pack_at<W, width>(a.bias, i);
+#pragma unroll
+      for (int j = 0; j < width; ++j) {
+        C y = (load(own[p].x.at[j]) - mean) * rstd * load(own_weight[p].at[j]);
+        if constexpr (centered) y += load(bias.at[j]);
+        out.at[j] = store<T>(y);
+      }
+      pack_at<T, width>(a.normed + row * a.columns, i) = out;
     });
   }
   if constexpr (kept > 0)
@@ -250,30 +261,6 @@ __global__ void __launch_bounds__(most_threads, kept == 1 ? 2 : 1) backward_kern
         if constexpr (centered) db_part[i * width + j] = db[p][j];
       }
     });
-}
-
-constexpr int sum_width = 32, sum_height = 32;
-
-// out [columns] = sum of the parts, in their order for every residue modulo sum_height, and then over residues.
-template <class C>
-__global__ void sum_parts_kernel(const C* parts, C* out, std::int64_t count, std::int64_t columns) {
-  __shared__ C sums[sum_height][sum_width + 1];
-  const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * sum_width + threadIdx.x;
-  C sum = 0;
-  if (column < columns)
-    for (std::int64_t part = threadIdx.y; part < count; part += sum_height) sum += parts[part * columns + column];
-  sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || column >= columns) return;
-  for (int y = 1; y < sum_height; ++y) sum += sums[y][threadIdx.x];
-  out[column] = sum;
-}
-
-template <class C>
-void sum_parts(const void* parts, void* out, std::int64_t count, std::int64_t columns, cudaStream_t stream) {
-  sum_parts_kernel<C>
-      <<<static_cast<unsigned>((columns + sum_width - 1) / sum_width), dim3(sum_width, sum_height), 0, stream>>>(
-          static_cast<const C*>(parts), static_cast<C*>(out), count, columns);
 }
 
 // The types of elements and weights that occur together.
@@ -370,16 +357,18 @@ void launch_norm_backward(const NormShape& shape, const NormBackward& memory, cu
                            static_cast<const T*>(memory.d_stream),
                            static_cast<const T*>(memory.x),
                            static_cast<const W*>(memory.weight),
+                           static_cast<const W*>(memory.bias),
                            static_cast<const C*>(memory.mean),
                            static_cast<const C*>(memory.rstd),
                            static_cast<T*>(memory.dx),
+                           static_cast<T*>(memory.normed),
                            scratch,
                            scratch + parts * shape.columns,
                            shape.rows,
                            shape.columns};
     constexpr int wide = full_width<T>;
-    const bool packed = shape.columns % wide == 0 && aligned({memory.d_normed, memory.d_stream, memory.x, memory.dx}, 16) &&
-                        aligned({memory.weight}, sizeof(W) * wide);
+    const bool packed = shape.columns % wide == 0 && aligned({memory.d_normed, memory.d_stream, memory.x, memory.dx, memory.normed}, 16) &&
+                        aligned({memory.weight, memory.bias}, sizeof(W) * wide);
     const int fits = backward_share(shape).kept, block = backward_share(shape).threads;
     with_centered(shape.centered, [&](auto centered) {
       const auto run = [&](auto width, auto kept) {

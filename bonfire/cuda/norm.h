@@ -35,7 +35,9 @@ struct NormBackward {
   const void* weight = nullptr;
   const void* mean = nullptr;  // centered only
   const void* rstd = nullptr;
+  const void* bias = nullptr;  // centered only, and only for `normed`
   void* dx = nullptr;
+  void* normed = nullptr;  // or null; the norm again, with forward's bits
   void* d_weight = nullptr;
   void* d_bias = nullptr;  // centered only
   void* parts = nullptr;   // scratch: norm_parts rows of `columns` statistics, twice as many where centered

@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include "bonfire/cuda/activation.h"
+#include "bonfire/cuda/columns.h"
 #include "bonfire/cuda/cross_entropy.h"
 #include "bonfire/cuda/embedding.h"
 #include "bonfire/cuda/norm.h"
@@ -25,6 +26,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using TwoTensors = std::tuple<Tensor, Tensor>;
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // Makes `like`'s device current and launches on its stream.
 template <class Launcher, class... Arguments>
@@ -89,18 +91,28 @@ ThreeTensors layer_norm_cuda(const Tensor& given, const Tensor& given_weight, co
 }
 
 struct NormGradients {
-  Tensor dx, d_weight, d_bias;
+  Tensor dx, d_weight, d_bias, normed;
+};
+
+// Whether backward makes the norm again; that of a layer norm needs its bias.
+struct Again {
+  bool wanted = false;
+  Tensor bias{};
 };
 
 // With a mean it is the layer norm's.
 NormGradients norm_backward(const Tensor& d_normed, const OptionalTensor& d_stream, const Tensor& given,
-                            const Tensor& given_weight, const Tensor& mean, const Tensor& rstd) {
+                            const Tensor& given_weight, const Tensor& mean, const Tensor& rstd, const Again& again) {
   const Tensor x = given.contiguous(), dy = d_normed.contiguous(), ds = dense(d_stream);
   const Tensor weight = weight_for(x, given_weight);
   const bool centered = mean.defined();
   const NormShape shape = norm_shape(x, weight, centered);
-  NormGradients out{.dx = at::empty_like(x), .d_weight = at::empty({shape.columns}, rstd.options()), .d_bias = {}};
+  NormGradients out{.dx = at::empty_like(x),
+                    .d_weight = at::empty({shape.columns}, rstd.options()),
+                    .d_bias = {},
+                    .normed = again.wanted ? at::empty_like(x) : at::empty({0}, x.options())};
   if (centered) out.d_bias = at::empty_like(out.d_weight);
+  const Tensor bias = again.bias.defined() ? again.bias.to(weight.scalar_type()).contiguous() : Tensor();
   const Tensor parts = at::empty({(centered ? 2 : 1) * norm_parts(shape), shape.columns}, rstd.options());
   launch(x, launch_norm_backward, shape,
          NormBackward{.d_normed = dy.const_data_ptr(),
@@ -109,23 +121,27 @@ NormGradients norm_backward(const Tensor& d_normed, const OptionalTensor& d_stre
                       .weight = weight.const_data_ptr(),
                       .mean = data_of(mean),
                       .rstd = rstd.const_data_ptr(),
+                      .bias = data_of(bias),
                       .dx = out.dx.data_ptr(),
+                      .normed = again.wanted ? out.normed.data_ptr() : nullptr,
                       .d_weight = out.d_weight.data_ptr(),
                       .d_bias = centered ? out.d_bias.data_ptr() : nullptr,
                       .parts = parts.data_ptr()});
   return out;
 }
 
-TwoTensors rms_norm_backward_cuda(const Tensor& d_normed, const OptionalTensor& d_sum, const Tensor& x, const Tensor& weight,
-                                  const Tensor& rstd) {
-  const auto out = norm_backward(d_normed, d_sum, x, weight, Tensor(), rstd);
-  return {out.dx, out.d_weight};
+ThreeTensors rms_norm_backward_cuda(const Tensor& d_normed, const OptionalTensor& d_sum, const Tensor& x,
+                                    const Tensor& weight, const Tensor& rstd, bool again) {
+  const auto out = norm_backward(d_normed, d_sum, x, weight, Tensor(), rstd, {.wanted = again});
+  return {out.dx, out.d_weight, out.normed};
 }
 
-ThreeTensors layer_norm_backward_cuda(const Tensor& d_normed, const OptionalTensor& d_stream, const Tensor& x,
-                                      const Tensor& weight, const Tensor& mean, const Tensor& rstd) {
-  const auto out = norm_backward(d_normed, d_stream, x, weight, mean, rstd);
-  return {out.dx, out.d_weight, out.d_bias};
+FourTensors layer_norm_backward_cuda(const Tensor& d_normed, const OptionalTensor& d_stream, const Tensor& x,
+                                     const Tensor& weight, const Tensor& mean, const Tensor& rstd,
+                                     const OptionalTensor& bias) {
+  const auto out = norm_backward(d_normed, d_stream, x, weight, mean, rstd,
+                                 {.wanted = bias.has_value(), .bias = bias.value_or(Tensor())});
+  return {out.dx, out.d_weight, out.d_bias, out.normed};
 }
 
 // Queries, keys and values. In memory each lies as [batch, sequence, heads, head_dim], as attention likes to read it and as
@@ -152,15 +168,25 @@ Tensor angles(const OptionalTensor& table, const Tensor& x) {
   return table ? table->to(wide_type(x)).contiguous() : Tensor();
 }
 
+// The three where they lie in the packed tensor.
+ThreeTensors views_of(const Tensor& qkv, std::int64_t heads, std::int64_t kv_heads) {
+  const Tensor all = qkv.view({qkv.size(0), qkv.size(1), heads + 2 * kv_heads, -1}).transpose(1, 2);
+  return {all.narrow(1, 0, heads), all.narrow(1, heads, kv_heads), all.narrow(1, heads + kv_heads, kv_heads)};
+}
+
+ThreeTensors split_qkv_in_place_cuda(Tensor given, const OptionalTensor& cosine, const OptionalTensor& sine,
+                                     std::int64_t heads, std::int64_t kv_heads) {
+  const Tensor qkv = given.contiguous();
+  ThreeTensors parts = views_of(qkv, heads, kv_heads);
+  if (cosine) launch(qkv, launch_split_qkv, qkv_memory(qkv, parts, angles(cosine, qkv), angles(sine, qkv)));
+  return parts;
+}
+
 ThreeTensors split_qkv_cuda(const Tensor& given, const OptionalTensor& cosine, const OptionalTensor& sine,
                             std::int64_t heads, std::int64_t kv_heads) {
   const Tensor qkv = given.contiguous();
   const std::int64_t batch = qkv.size(0), sequence = qkv.size(1), size = qkv.size(2) / (heads + 2 * kv_heads);
-  if (!cosine) {
-    // Nothing turns: they stay where they are.
-    const Tensor all = qkv.view({batch, sequence, heads + 2 * kv_heads, size}).transpose(1, 2);
-    return {all.narrow(1, 0, heads), all.narrow(1, heads, kv_heads), all.narrow(1, heads + kv_heads, kv_heads)};
-  }
+  if (!cosine) return views_of(qkv, heads, kv_heads);  // nothing turns
   const auto make = [&](std::int64_t count) {
     return at::empty({batch, sequence, count, size}, qkv.options()).transpose(1, 2);
   };
@@ -193,18 +219,32 @@ Tensor swiglu_cuda(const Tensor& given) {
   return out;
 }
 
-Tensor swiglu_backward_cuda(const Tensor& given, const Tensor& given_gate_up) {
-  const Tensor d_out = given.contiguous(), gate_up = given_gate_up.contiguous();
+Tensor swiglu_gradient(const Tensor& d_out, const Tensor& given_gate_up, bool again) {
+  const Tensor gate_up = given_gate_up.contiguous();
   const std::int64_t columns = d_out.size(-1);
   Tensor d_gate_up = at::empty_like(gate_up);
   launch(d_out, launch_swiglu_backward,
          SwigluMemory{.gate_up = gate_up.const_data_ptr(),
                       .d_out = d_out.const_data_ptr(),
                       .result = d_gate_up.data_ptr(),
+                      .again = again,
                       .rows = columns ? d_out.numel() / columns : 0,
                       .columns = columns,
                       .type = element_of(gate_up)});
   return d_gate_up;
+}
+
+Tensor swiglu_backward_cuda(const Tensor& d_out, const Tensor& gate_up) {
+  return swiglu_gradient(d_out.contiguous(), gate_up, false);
+}
+
+void require_contiguous(const Tensor& d_out) {
+  require(d_out.is_contiguous(), "what an activation is to replace has gaps; allowed: contiguous memory");
+}
+
+Tensor swiglu_exchange_cuda(Tensor d_out, const Tensor& gate_up) {
+  require_contiguous(d_out);
+  return swiglu_gradient(d_out, gate_up, true);
 }
 
 Tensor gelu_cuda(const Tensor& given) {
@@ -225,6 +265,52 @@ Tensor gelu_backward_cuda(const Tensor& given, const Tensor& given_x) {
                     .elements = x.numel(),
                     .type = element_of(x)});
   return dx;
+}
+
+ColumnsMemory columns_memory(const Tensor& x, const Tensor& sums, const Tensor& parts) {
+  return {.x = x.const_data_ptr(),
+          .sums = sums.data_ptr(),
+          .parts = parts.data_ptr(),
+          .rows = x.size(-1) ? x.numel() / x.size(-1) : 0,
+          .columns = x.size(-1),
+          .type = element_of(x)};
+}
+
+struct ColumnSums {
+  Tensor sums, parts;
+};
+ColumnSums room_for_sums(const Tensor& x) {
+  const std::int64_t columns = x.size(-1), rows = columns ? x.numel() / columns : 0;
+  const auto options = x.options().dtype(wide_type(x));
+  return {at::empty({columns}, options), at::empty({column_parts(rows, columns), columns}, options)};
+}
+
+Tensor column_sums_cuda(const Tensor& given) {
+  const Tensor x = given.contiguous();
+  const auto [sums, parts] = room_for_sums(x);
+  launch(x, launch_column_sums, columns_memory(x, sums, parts));
+  return sums;
+}
+
+TwoTensors gelu_gradient_and_sums(const Tensor& d_out, const Tensor& given_x, bool again) {
+  const Tensor x = given_x.contiguous();
+  Tensor dx = at::empty_like(x);
+  const auto [sums, parts] = room_for_sums(x);
+  ColumnsMemory memory = columns_memory(x, sums, parts);
+  memory.d_out = const_cast<void*>(d_out.const_data_ptr());
+  memory.again = again;
+  memory.result = dx.data_ptr();
+  launch(x, launch_gelu_backward_sums, memory);
+  return {dx, sums};
+}
+
+TwoTensors gelu_exchange_cuda(Tensor d_out, const Tensor& x) {
+  require_contiguous(d_out);
+  return gelu_gradient_and_sums(d_out, x, true);
+}
+
+TwoTensors gelu_sums_cuda(const Tensor& d_out, const Tensor& x) {
+  return gelu_gradient_and_sums(d_out.contiguous(), x, false);
 }
 
 Tensor dropout_cuda(const Tensor& given, double p, std::int64_t key, std::int64_t first) {
@@ -289,11 +375,16 @@ TORCH_LIBRARY_IMPL(bonfire, CUDA, m) {
   m.impl("layer_norm", layer_norm_cuda);
   m.impl("layer_norm_backward", layer_norm_backward_cuda);
   m.impl("split_qkv", split_qkv_cuda);
+  m.impl("split_qkv_", split_qkv_in_place_cuda);
   m.impl("merge_qkv", merge_qkv_cuda);
   m.impl("swiglu", swiglu_cuda);
   m.impl("swiglu_backward", swiglu_backward_cuda);
   m.impl("gelu", gelu_cuda);
   m.impl("gelu_backward", gelu_backward_cuda);
+  m.impl("swiglu_backward_", swiglu_exchange_cuda);
+  m.impl("gelu_backward_", gelu_exchange_cuda);
+  m.impl("gelu_backward_sums", gelu_sums_cuda);
+  m.impl("column_sums", column_sums_cuda);
   m.impl("dropout", dropout_cuda);
   m.impl("cross_entropy", cross_entropy_cuda);
   m.impl("cross_entropy_", cross_entropy_in_place_cuda);

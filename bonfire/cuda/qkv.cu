@@ -21,7 +21,7 @@ struct Qkv {
   Heads<T> q, k, v;
   const compute_t<T>*cosine, *sine;
   std::int64_t rows, sequence;
-  int head_dim, all_heads;
+  int head_dim, all_heads, moved_heads;
 };
 
 // A thread has one pack of a head and, where `paired`, the one half a head further, with which it turns.
@@ -40,7 +40,7 @@ __global__ void qkv_kernel(Qkv<T> a) {
     cosine = pack_at<C, width>(a.cosine + position * half, item);
     sine = pack_at<C, width>(a.sine + position * half, item);
   }
-  for (int head = first; head < a.all_heads; head += heads_at_once) {
+  for (int head = first; head < a.moved_heads; head += heads_at_once) {
     const bool in_q = head < a.q.heads, in_k = !in_q && head < a.q.heads + a.k.heads;
     const Heads<T>& part = in_q ? a.q : in_k ? a.k : a.v;
     const int own = in_q ? head : in_k ? head - a.q.heads : head - a.q.heads - a.k.heads;
@@ -86,7 +86,8 @@ void move(const QkvMemory& memory, cudaStream_t stream) {
                    rows,
                    memory.sequence,
                    static_cast<int>(memory.head_dim),
-                   static_cast<int>(q.heads + k.heads + v.heads)};
+                   static_cast<int>(q.heads + k.heads + v.heads),
+                   static_cast<int>(q.heads + k.heads + (q.data == memory.packed ? 0 : v.heads))};
     const auto run = [&](auto width, auto paired) {
       constexpr int w = decltype(width)::value;
       const std::int64_t items = (decltype(paired)::value ? memory.head_dim / 2 : memory.head_dim) / w;

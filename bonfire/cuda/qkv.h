@@ -20,7 +20,8 @@ struct QkvMemory {
   std::int64_t batch = 0, sequence = 0, head_dim = 0;
   Element type = Element::f32;
 };
-// Out of the packed tensor, turning q and k; and back into it, turning them back.
+// Out of the packed tensor, turning q and k; and back into it, turning them back. Where the parts are the packed tensor's
+// own memory, v stays as it is.
 void launch_split_qkv(const QkvMemory& memory, cudaStream_t stream);
 void launch_merge_qkv(const QkvMemory& memory, cudaStream_t stream);
 

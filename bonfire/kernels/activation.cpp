@@ -8,6 +8,7 @@
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "bonfire/base/error.h"
@@ -19,6 +20,7 @@ namespace bonfire {
 namespace {
 
 using at::Tensor;
+using TwoTensors = std::tuple<Tensor, Tensor>;
 using cpu::compute_t;
 using cpu::exponential;
 using cpu::load;
@@ -34,16 +36,18 @@ BONFIRE_INLINE void swiglu_loop(const T* __restrict gate_up, T* __restrict out, 
   }
 }
 
-template <class T>
-BONFIRE_INLINE void swiglu_backward_loop(const T* __restrict d_out, const T* __restrict gate_up, T* __restrict d_gate_up,
+// With `again` the activation takes the place of its gradient.
+template <class T, bool again>
+BONFIRE_INLINE void swiglu_backward_loop(T* __restrict d_out, const T* __restrict gate_up, T* __restrict d_gate_up,
                                          std::int64_t n) {
   using C = compute_t<T>;
 #pragma omp simd
   for (std::int64_t i = 0; i < n; ++i) {
     const C gate = load(gate_up[i]), up = load(gate_up[n + i]), d = load(d_out[i]);
-    const C sigmoid = C(1) / (C(1) + exponential(-gate));
+    const C divisor = C(1) + exponential(-gate), sigmoid = C(1) / divisor;
     d_gate_up[i] = store<T>(d * up * sigmoid * (C(1) + gate * (C(1) - sigmoid)));
     d_gate_up[n + i] = store<T>(d * gate * sigmoid);
+    if (again) d_out[i] = store<T>(gate / divisor * up);
   }
 }
 
@@ -59,27 +63,34 @@ BONFIRE_INLINE void gelu_loop(const T* __restrict in, T* __restrict out, std::in
   }
 }
 
-template <class T>
-BONFIRE_INLINE void gelu_backward_loop(const T* __restrict d_out, const T* __restrict in, T* __restrict dx, std::int64_t n) {
+template <class T, bool again>
+BONFIRE_INLINE void gelu_backward_loop(T* __restrict d_out, const T* __restrict in, T* __restrict dx, std::int64_t n) {
   using C = compute_t<T>;
   constexpr C k = C(1.5957691216057307117597842397375), cubic = C(0.044715);
 #pragma omp simd
   for (std::int64_t i = 0; i < n; ++i) {
     const C x = load(in[i]);
-    const C sigmoid = C(1) / (C(1) + exponential(-k * (x + cubic * x * x * x)));
+    const C divisor = C(1) + exponential(-k * (x + cubic * x * x * x)), sigmoid = C(1) / divisor;
     const C slope = k * (C(1) + C(3) * cubic * x * x);
     dx[i] = store<T>(load(d_out[i]) * sigmoid * (C(1) + x * (C(1) - sigmoid) * slope));
+    if (again) d_out[i] = store<T>(x / divisor);
   }
 }
 
 #define BONFIRE_ACTIVATION_KERNELS(T)                                                                           \
   BONFIRE_CLONES void swiglu_row(const T* gate_up, T* out, std::int64_t n) { swiglu_loop<T>(gate_up, out, n); } \
   BONFIRE_CLONES void swiglu_backward_row(const T* d_out, const T* gate_up, T* d_gate_up, std::int64_t n) {     \
-    swiglu_backward_loop<T>(d_out, gate_up, d_gate_up, n);                                                      \
+    swiglu_backward_loop<T, false>(const_cast<T*>(d_out), gate_up, d_gate_up, n);                               \
+  }                                                                                                             \
+  BONFIRE_CLONES void swiglu_exchange_row(T* d_out, const T* gate_up, T* d_gate_up, std::int64_t n) {           \
+    swiglu_backward_loop<T, true>(d_out, gate_up, d_gate_up, n);                                                \
   }                                                                                                             \
   BONFIRE_CLONES void gelu_rows(const T* in, T* out, std::int64_t n) { gelu_loop<T>(in, out, n); }              \
   BONFIRE_CLONES void gelu_backward_rows(const T* d_out, const T* in, T* dx, std::int64_t n) {                  \
-    gelu_backward_loop<T>(d_out, in, dx, n);                                                                    \
+    gelu_backward_loop<T, false>(const_cast<T*>(d_out), in, dx, n);                                             \
+  }                                                                                                             \
+  BONFIRE_CLONES void gelu_exchange_rows(T* d_out, const T* in, T* dx, std::int64_t n) {                        \
+    gelu_backward_loop<T, true>(d_out, in, dx, n);                                                              \
   }
 
 BONFIRE_ACTIVATION_KERNELS(float)
@@ -104,20 +115,37 @@ Tensor swiglu_cpu(const Tensor& given) {
   return out;
 }
 
-Tensor swiglu_backward_cpu(const Tensor& given, const Tensor& gate_up) {
-  const Tensor d_out = given.contiguous();
+// With `again` d_out must be contiguous, and is overwritten.
+template <bool again>
+Tensor swiglu_backward_rows(const Tensor& d_out, const Tensor& gate_up) {
   Tensor d_gate_up = at::empty_like(gate_up);
   const std::int64_t n = d_out.size(-1), rows = n ? d_out.numel() / n : 0;
   cpu::dispatch_floating(gate_up.scalar_type(), "swiglu_backward", [&](auto t) {
     using T = decltype(t);
-    const T *d = d_out.const_data_ptr<T>(), *in = gate_up.const_data_ptr<T>();
-    T* to = d_gate_up.data_ptr<T>();
+    const T* in = gate_up.const_data_ptr<T>();
+    T *d = const_cast<T*>(d_out.const_data_ptr<T>()), *to = d_gate_up.data_ptr<T>();
     at::parallel_for(0, rows, cpu::grain(n), [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t row = begin; row < end; ++row)
-        swiglu_backward_row(d + row * n, in + 2 * row * n, to + 2 * row * n, n);
+        if constexpr (again)
+          swiglu_exchange_row(d + row * n, in + 2 * row * n, to + 2 * row * n, n);
+        else
+          swiglu_backward_row(d + row * n, in + 2 * row * n, to + 2 * row * n, n);
     });
   });
   return d_gate_up;
+}
+
+Tensor swiglu_backward_cpu(const Tensor& d_out, const Tensor& gate_up) {
+  return swiglu_backward_rows<false>(d_out.contiguous(), gate_up);
+}
+
+void require_contiguous(const Tensor& d_out) {
+  require(d_out.is_contiguous(), "what an activation is to replace has gaps; allowed: contiguous memory");
+}
+
+Tensor swiglu_exchange_cpu(Tensor d_out, const Tensor& gate_up) {
+  require_contiguous(d_out);
+  return swiglu_backward_rows<true>(d_out, gate_up);
 }
 
 Tensor gelu_cpu(const Tensor& given) {
@@ -133,18 +161,47 @@ Tensor gelu_cpu(const Tensor& given) {
   return out;
 }
 
-Tensor gelu_backward_cpu(const Tensor& given, const Tensor& x) {
-  const Tensor d_out = given.contiguous();
+Tensor sums_of_columns(const Tensor& given) {
+  const Tensor x = given.reshape({-1, given.size(-1)});
+  if (x.element_size() > 2) return x.sum(0);
+  // Torch widens what it sums: a few rows at a time.
+  constexpr std::int64_t at_once = 256;
+  Tensor sums = at::zeros({x.size(1)}, x.options().dtype(at::kFloat));
+  for (std::int64_t begin = 0; begin < x.size(0); begin += at_once)
+    sums.add_(x.narrow(0, begin, std::min(at_once, x.size(0) - begin)).sum(0, false, at::kFloat));
+  return sums;
+}
+
+template <bool again>
+Tensor gelu_backward_elements(const Tensor& d_out, const Tensor& x) {
   Tensor dx = at::empty_like(x);
   cpu::dispatch_floating(x.scalar_type(), "gelu_backward", [&](auto t) {
     using T = decltype(t);
-    const T *d = d_out.const_data_ptr<T>(), *in = x.const_data_ptr<T>();
-    T* to = dx.data_ptr<T>();
+    const T* in = x.const_data_ptr<T>();
+    T *d = const_cast<T*>(d_out.const_data_ptr<T>()), *to = dx.data_ptr<T>();
     at::parallel_for(0, x.numel(), 16384, [&](std::int64_t begin, std::int64_t end) {
-      gelu_backward_rows(d + begin, in + begin, to + begin, end - begin);
+      if constexpr (again)
+        gelu_exchange_rows(d + begin, in + begin, to + begin, end - begin);
+      else
+        gelu_backward_rows(d + begin, in + begin, to + begin, end - begin);
     });
   });
   return dx;
+}
+
+Tensor gelu_backward_cpu(const Tensor& d_out, const Tensor& x) {
+  return gelu_backward_elements<false>(d_out.contiguous(), x);
+}
+
+TwoTensors gelu_exchange_cpu(Tensor d_out, const Tensor& x) {
+  require_contiguous(d_out);
+  const Tensor dx = gelu_backward_elements<true>(d_out, x);
+  return {dx, sums_of_columns(dx)};
+}
+
+TwoTensors gelu_sums_cpu(const Tensor& d_out, const Tensor& x) {
+  const Tensor dx = gelu_backward_cpu(d_out, x);
+  return {dx, sums_of_columns(dx)};
 }
 
 Tensor swiglu_composite(const Tensor& gate_up) {
@@ -163,6 +220,23 @@ Tensor swiglu_backward_composite(const Tensor& d_out, const Tensor& gate_up) {
 
 Tensor gelu_composite(const Tensor& x) { return at::gelu(x, "tanh"); }
 Tensor gelu_backward_composite(const Tensor& d_out, const Tensor& x) { return at::gelu_backward(d_out, x, "tanh"); }
+
+Tensor swiglu_exchange_composite(Tensor d_out, const Tensor& gate_up) {
+  const Tensor d = swiglu_backward_composite(d_out, gate_up);
+  d_out.copy_(swiglu_composite(gate_up));
+  return d;
+}
+
+TwoTensors gelu_exchange_composite(Tensor d_out, const Tensor& x) {
+  const Tensor dx = gelu_backward_composite(d_out, x);
+  d_out.copy_(gelu_composite(x));
+  return {dx, sums_of_columns(dx)};
+}
+
+TwoTensors gelu_sums_composite(const Tensor& d_out, const Tensor& x) {
+  const Tensor dx = gelu_backward_composite(d_out, x);
+  return {dx, sums_of_columns(dx)};
+}
 
 using Unary = Tensor(const Tensor&);
 using UnaryBackward = Tensor(const Tensor&, const Tensor&);
@@ -195,7 +269,30 @@ Tensor unary(const c10::TypedOperatorHandle<Unary>& op, const Tensor& given) {
   return out;
 }
 
+using Exchange = Tensor(Tensor, const Tensor&);
+using ExchangeAndSum = TwoTensors(Tensor, const Tensor&);
+using BackwardAndSum = TwoTensors(const Tensor&, const Tensor&);
+
 }  // namespace
+
+Tensor activate(Activation activation, const Tensor& wide) {
+  return activation == Activation::swiglu ? BONFIRE_OPERATOR("bonfire::swiglu", Unary).call(wide)
+                                          : BONFIRE_OPERATOR("bonfire::gelu", Unary).call(wide);
+}
+
+ActivationGradient activate_backward(Activation activation, const Tensor& d_out, const Tensor& wide) {
+  if (activation == Activation::swiglu)
+    return {BONFIRE_OPERATOR("bonfire::swiglu_backward", UnaryBackward).call(d_out, wide), {}};
+  auto [d, sums] = BONFIRE_OPERATOR("bonfire::gelu_backward_sums", BackwardAndSum).call(d_out, wide);
+  return {d, sums};
+}
+
+ActivationGradient activate_exchange(Activation activation, const Tensor& d_out, const Tensor& wide) {
+  if (activation == Activation::swiglu)
+    return {BONFIRE_OPERATOR("bonfire::swiglu_backward_", Exchange).call(d_out, wide), {}};
+  auto [d, sums] = BONFIRE_OPERATOR("bonfire::gelu_backward_", ExchangeAndSum).call(d_out, wide);
+  return {d, sums};
+}
 
 Tensor swiglu(const Tensor& gate_up) {
   require(gate_up.dim() > 0 && gate_up.size(-1) % 2 == 0, "swiglu: the last dimension must hold gates and ups; it is {}",
@@ -210,6 +307,9 @@ TORCH_LIBRARY_IMPL(bonfire, CPU, m) {
   m.impl("swiglu_backward", swiglu_backward_cpu);
   m.impl("gelu", gelu_cpu);
   m.impl("gelu_backward", gelu_backward_cpu);
+  m.impl("swiglu_backward_", swiglu_exchange_cpu);
+  m.impl("gelu_backward_", gelu_exchange_cpu);
+  m.impl("gelu_backward_sums", gelu_sums_cpu);
 }
 
 TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
@@ -217,6 +317,10 @@ TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
   m.impl("swiglu_backward", swiglu_backward_composite);
   m.impl("gelu", gelu_composite);
   m.impl("gelu_backward", gelu_backward_composite);
+  m.impl("swiglu_backward_", swiglu_exchange_composite);
+  m.impl("gelu_backward_", gelu_exchange_composite);
+  m.impl("gelu_backward_sums", gelu_sums_composite);
+  m.impl("column_sums", sums_of_columns);
 }
 
 }  // namespace bonfire

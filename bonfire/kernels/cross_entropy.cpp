@@ -277,7 +277,7 @@ Tensor chunked(const Tensor& x, const Tensor& weight, const Tensor& target, cons
     if (needs_x) dx = at::empty(rows.sizes(), rows.options());
     if (needs_weight) d_weight = at::empty(weight.sizes(), weight.options().dtype(loss_type(x)));
     const std::int64_t count = rows.size(0), row_bytes = weight.size(0) * static_cast<std::int64_t>(x.element_size());
-    const std::int64_t chunk = std::max<std::int64_t>(1, options.most_logit_bytes / row_bytes);
+    const std::int64_t chunk = rows_of_chunk(count, row_bytes, options.most_logit_bytes);
     const auto ignore = options.loss.ignore_index;
     std::vector<Tensor> losses;
     for (std::int64_t begin = 0; begin < count; begin += chunk) {

@@ -4,29 +4,54 @@
 // for devices without one, a composition of torch's own operators; the CUDA plug-in registers its kernels for the same
 // names. None of them records autograd's graph: the functions in the headers do.
 TORCH_LIBRARY(bonfire, m) {
-  // Norms. Without a residual `sum` comes back empty and the norm is of x.
+  // Norms. Without a residual `sum` comes back empty and the norm is of x. Where backward is asked for the norm again (layer
+  // norm: given the bias), `normed` comes back, otherwise it is empty.
   m.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor normed, Tensor sum, Tensor rstd)");
-  m.def("rms_norm_backward(Tensor d_normed, Tensor? d_sum, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)");
+  m.def(
+      "rms_norm_backward(Tensor d_normed, Tensor? d_sum, Tensor x, Tensor weight, Tensor rstd, bool again) -> (Tensor dx, "
+      "Tensor d_weight, Tensor normed)");
 
   m.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor normed, Tensor mean, Tensor rstd)");
   m.def(
-      "layer_norm_backward(Tensor d_normed, Tensor? d_stream, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> "
-      "(Tensor, "
-      "Tensor, Tensor)");
+      "layer_norm_backward(Tensor d_normed, Tensor? d_stream, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor? "
+      "bias) -> (Tensor dx, Tensor d_weight, Tensor d_bias, Tensor normed)");
 
   // a b + bias + residual; and `out` = a b, plus what `out` holds where `accumulate`. `out` may be fp32 for narrower inputs.
   m.def("product(Tensor a, Tensor b, Tensor? bias, Tensor? residual) -> Tensor");
   m.def("product_into_(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()");
 
+  // Eight bits: e5m2 where `wide_range`, otherwise e4m3. A tensor is scaled by its largest magnitude where `measure`,
+  // otherwise by the largest of `history`, whose place `position` gets its own; neither that place nor the one after it
+  // counts.
+  m.def(
+      "fp8_quantize(Tensor x, Tensor(a!) history, int position, bool measure, bool wide_range, bool values, bool "
+      "transposed) "
+      "-> (Tensor values, Tensor transposed, Tensor inverse)");
+  m.def("fp8_quantize_rows(Tensor x, bool wide_range) -> (Tensor values, Tensor inverse)");
+  // `out` = a b + bias + addend, which may be `out`. The inverses: one element, or one for each row of a and column of b.
+  m.def(
+      "fp8_product_(Tensor(a!) out, Tensor a, Tensor b, Tensor inverse_a, Tensor inverse_b, Tensor? bias, Tensor? addend, "
+      "bool short_sums) -> ()");
+
   // [batch, sequence, (heads + 2 kv_heads) * head_dim] to three [batch, heads, sequence, head_dim], q and k rotated, and
   // back. How the three lie in memory is up to the device.
   m.def("split_qkv(Tensor qkv, Tensor? cosine, Tensor? sine, int heads, int kv_heads) -> (Tensor, Tensor, Tensor)");
+  // May turn them where they are: then the three are views of qkv.
+  m.def("split_qkv_(Tensor(a!) qkv, Tensor? cosine, Tensor? sine, int heads, int kv_heads) -> (Tensor, Tensor, Tensor)");
   m.def("merge_qkv(Tensor q, Tensor k, Tensor v, Tensor? cosine, Tensor? sine) -> Tensor");
 
   m.def("swiglu(Tensor gate_up) -> Tensor");
   m.def("swiglu_backward(Tensor d_out, Tensor gate_up) -> Tensor");
   m.def("gelu(Tensor x) -> Tensor");
   m.def("gelu_backward(Tensor d_out, Tensor x) -> Tensor");
+  // The same, leaving the activation in place of its gradient. The gelu's also sums its result over all dimensions but the
+  // last, and can do so without replacing anything.
+  m.def("swiglu_backward_(Tensor(a!) d_out, Tensor gate_up) -> Tensor");
+  m.def("gelu_backward_(Tensor(a!) d_out, Tensor x) -> (Tensor dx, Tensor sums)");
+  m.def("gelu_backward_sums(Tensor d_out, Tensor x) -> (Tensor dx, Tensor sums)");
+
+  // [rows, columns] to [columns], in fp32 at least and in a fixed order.
+  m.def("column_sums(Tensor x) -> Tensor");
 
   // Losses of each row; cross_entropy_ leaves their gradients in place of the logits.
   m.def("cross_entropy(Tensor logits, Tensor target, int ignore_index) -> Tensor");

@@ -25,7 +25,7 @@ using cpu::load;
 using cpu::store;
 using OptionalTensor = std::optional<Tensor>;
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
-using TwoTensors = std::tuple<Tensor, Tensor>;
+using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 template <class T>
 BONFIRE_INLINE void forward_row(const T* __restrict x, const T* __restrict residual, const compute_t<T>* __restrict weight,
@@ -54,7 +54,7 @@ BONFIRE_INLINE void forward_row(const T* __restrict x, const T* __restrict resid
 template <class T>
 BONFIRE_INLINE void backward_row(const T* __restrict dy, const T* __restrict dsum, const T* __restrict x,
                                  const compute_t<T>* __restrict weight, compute_t<T> rstd, T* __restrict dx,
-                                 compute_t<T>* __restrict dw, std::int64_t n) {
+                                 compute_t<T>* __restrict dw, T* __restrict normed, std::int64_t n) {
   using C = compute_t<T>;
   C dot = 0;
 #pragma omp simd reduction(+ : dot)
@@ -72,6 +72,9 @@ BONFIRE_INLINE void backward_row(const T* __restrict dy, const T* __restrict dsu
 #pragma omp simd
     for (std::int64_t i = 0; i < n; ++i) dx[i] = store<T>(rstd * (load(dy[i]) * weight[i] - load(x[i]) * rstd * mean));
   }
+  if (!normed) return;
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) normed[i] = store<T>(load(x[i]) * rstd * weight[i]);
 }
 
 template <class T>
@@ -89,6 +92,7 @@ struct BackwardArguments {
   const T *dy, *dsum, *x;
   const compute_t<T>*weight, *rstd;
   T* dx;
+  T* normed;  // or null
   std::int64_t columns;
 };
 
@@ -105,7 +109,8 @@ template <class T>
 BONFIRE_INLINE void backward_loop(const BackwardArguments<T>& a, compute_t<T>* dw, std::int64_t begin, std::int64_t end) {
   for (std::int64_t row = begin; row < end; ++row) {
     const std::int64_t at = row * a.columns;
-    backward_row<T>(a.dy + at, a.dsum ? a.dsum + at : nullptr, a.x + at, a.weight, a.rstd[row], a.dx + at, dw, a.columns);
+    backward_row<T>(a.dy + at, a.dsum ? a.dsum + at : nullptr, a.x + at, a.weight, a.rstd[row], a.dx + at, dw,
+                    a.normed ? a.normed + at : nullptr, a.columns);
   }
 }
 
@@ -147,15 +152,18 @@ ThreeTensors rms_norm_cpu(const Tensor& given, const OptionalTensor& residual, c
   return {y, sum, rstd};
 }
 
-TwoTensors rms_norm_backward_cpu(const Tensor& d_normed, const OptionalTensor& d_sum, const Tensor& given,
-                                 const Tensor& given_weight, const Tensor& rstd) {
+// As large as x where the norm is wanted again.
+Tensor room_for_norm(const Tensor& x, bool again) { return again ? at::empty_like(x) : at::empty({0}, x.options()); }
+
+ThreeTensors rms_norm_backward_cpu(const Tensor& d_normed, const OptionalTensor& d_sum, const Tensor& given,
+                                   const Tensor& given_weight, const Tensor& rstd, bool again) {
   const Tensor x = given.contiguous(), weight = given_weight.to(statistics_type(x)).contiguous();
   const Tensor dy = d_normed.contiguous(), ds = d_sum ? d_sum->contiguous() : Tensor();
   const std::int64_t columns = x.size(-1), rows = columns ? x.numel() / columns : 0;
   // Parts of a fixed number of rows, so that the sum does not depend on the number of threads.
   constexpr std::int64_t rows_per_part = 256;
   const std::int64_t parts = std::max<std::int64_t>(1, (rows + rows_per_part - 1) / rows_per_part);
-  Tensor dx = at::empty_like(x), dw = at::zeros({parts, columns}, rstd.options());
+  Tensor dx = at::empty_like(x), dw = at::zeros({parts, columns}, rstd.options()), normed = room_for_norm(x, again);
   cpu::dispatch_floating(x.scalar_type(), "rms_norm_backward", [&](auto t) {
     using T = decltype(t);
     const BackwardArguments<T> arguments{.dy = dy.const_data_ptr<T>(),
@@ -164,6 +172,7 @@ TwoTensors rms_norm_backward_cpu(const Tensor& d_normed, const OptionalTensor& d
                                          .weight = weight.const_data_ptr<compute_t<T>>(),
                                          .rstd = rstd.const_data_ptr<compute_t<T>>(),
                                          .dx = dx.data_ptr<T>(),
+                                         .normed = again ? normed.data_ptr<T>() : nullptr,
                                          .columns = columns};
     auto* sums = dw.data_ptr<compute_t<T>>();
     at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {
@@ -171,7 +180,7 @@ TwoTensors rms_norm_backward_cpu(const Tensor& d_normed, const OptionalTensor& d
         backward_rows(arguments, sums + part * columns, part * rows_per_part, std::min(rows, (part + 1) * rows_per_part));
     });
   });
-  return {dx, parts == 1 ? dw[0] : dw.sum(0)};
+  return {dx, parts == 1 ? dw[0] : dw.sum(0), normed};
 }
 
 ThreeTensors rms_norm_composite(const Tensor& x, const OptionalTensor& residual, const Tensor& weight, double eps) {
@@ -181,8 +190,8 @@ ThreeTensors rms_norm_composite(const Tensor& x, const OptionalTensor& residual,
   return {wide.mul(rstd).mul_(weight).to(x.scalar_type()), sum, rstd.flatten()};
 }
 
-TwoTensors rms_norm_backward_composite(const Tensor& d_normed, const OptionalTensor& d_sum, const Tensor& x,
-                                       const Tensor& weight, const Tensor& rstd) {
+ThreeTensors rms_norm_backward_composite(const Tensor& d_normed, const OptionalTensor& d_sum, const Tensor& x,
+                                         const Tensor& weight, const Tensor& rstd, bool again) {
   auto sizes = x.sizes().vec();
   sizes.back() = 1;
   const Tensor scale = rstd.view(sizes), scaled = x.to(rstd.scalar_type()).mul(scale);
@@ -190,7 +199,8 @@ TwoTensors rms_norm_backward_composite(const Tensor& d_normed, const OptionalTen
   const Tensor weighted = d.mul(weight);
   Tensor dx = weighted.sub(scaled.mul(weighted.mul(scaled).mean(-1, true))).mul_(scale);
   if (d_sum) dx.add_(*d_sum);
-  return {dx.to(x.scalar_type()), d.mul(scaled).view({-1, x.size(-1)}).sum(0)};
+  return {dx.to(x.scalar_type()), d.mul(scaled).view({-1, x.size(-1)}).sum(0),
+          again ? scaled.mul(weight).to(x.scalar_type()) : room_for_norm(x, false)};
 }
 
 // Torch's kernels. A weight of another type than x's meets it in the wider one.
@@ -200,28 +210,23 @@ ThreeTensors layer_norm_composite(const Tensor& x, const Tensor& weight, const T
   return {normed.to(x.scalar_type()), mean, rstd};
 }
 
-ThreeTensors layer_norm_backward_composite(const Tensor& d_normed, const OptionalTensor& d_stream, const Tensor& x,
-                                           const Tensor& given_weight, const Tensor& mean, const Tensor& rstd) {
+FourTensors layer_norm_backward_composite(const Tensor& d_normed, const OptionalTensor& d_stream, const Tensor& x,
+                                          const Tensor& given_weight, const Tensor& mean, const Tensor& rstd,
+                                          const OptionalTensor& bias) {
   const auto type = c10::promoteTypes(x.scalar_type(), given_weight.scalar_type());
   const Tensor weight = given_weight.to(type);
   // Of the bias only whether there is one matters.
   auto [dx, dw, db] = at::native_layer_norm_backward(d_normed.to(type), x.to(type), {x.size(-1)}, mean, rstd, weight, weight,
                                                      {true, true, true});
   if (d_stream) dx.add_(*d_stream);
-  return {dx.to(x.scalar_type()), dw, db};
-}
-
-using LayerNorm = ThreeTensors(const Tensor&, const Tensor&, const Tensor&, double);
-using LayerNormBackward = ThreeTensors(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
-                                       const Tensor&);
-using RmsNorm = ThreeTensors(const Tensor&, const OptionalTensor&, const Tensor&, double);
-using RmsNormBackward = TwoTensors(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&);
-
-// A parameter's gradient: to its sink, or back to autograd in the parameter's type.
-Tensor parameter_gradient(const std::shared_ptr<GradientSink>& sink, const Tensor& gradient, const Tensor& parameter) {
-  if (!sink) return gradient.to(parameter.scalar_type());
-  deliver(*sink, gradient);
-  return {};
+  Tensor normed = room_for_norm(x, false);
+  if (bias) {
+    auto sizes = x.sizes().vec();
+    sizes.back() = 1;
+    normed = x.to(mean.scalar_type()).sub(mean.view(sizes)).mul_(rstd.view(sizes)).mul_(weight).add_(*bias);
+    normed = normed.to(x.scalar_type());
+  }
+  return {dx.to(x.scalar_type()), dw, db, normed};
 }
 
 struct RmsNormNode : BackwardNode {
@@ -231,12 +236,12 @@ struct RmsNormNode : BackwardNode {
   torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
     const Tensor x = saved(0), weight = saved(1), rstd = saved(2);
     const Tensor dy = gradients[0].defined() ? gradients[0] : at::zeros(x.sizes(), x.options());
-    const OptionalTensor ds = gradients.size() > 1 && gradients[1].defined() ? OptionalTensor(gradients[1]) : std::nullopt;
-    auto [dx, dw] = BONFIRE_OPERATOR("bonfire::rms_norm_backward", RmsNormBackward).call(dy, ds, x, weight, rstd);
+    const auto d = norm_backward(dy, gradients.size() > 1 ? gradients[1] : Tensor(), {.x = x, .weight = weight, .rstd = rstd});
     const std::size_t weight_at = with_residual ? 2 : 1;
-    const Tensor d_weight = task_should_compute_output(weight_at) ? parameter_gradient(weight_sink, dw, weight) : Tensor();
-    if (with_residual) return {dx, dx, d_weight};
-    return {dx, d_weight};
+    const Tensor d_weight =
+        task_should_compute_output(weight_at) ? parameter_gradient(weight_sink, d.weight, weight) : Tensor();
+    if (with_residual) return {d.x, d.x, d_weight};
+    return {d.x, d_weight};
   }
 };
 
@@ -251,7 +256,7 @@ NormedStream rms_norm_node(const Tensor& x, const Tensor& residual, const Tensor
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     std::tie(out.normed, sum, rstd) =
-        BONFIRE_OPERATOR("bonfire::rms_norm", RmsNorm)
+        BONFIRE_OPERATOR("bonfire::rms_norm", ThreeTensors(const Tensor&, const OptionalTensor&, const Tensor&, double))
             .call(x, with_residual ? OptionalTensor(residual) : std::nullopt, weight, options.eps);
     // Without a residual the stream is x under another name, with a history of its own.
     if (keep_stream) out.stream = with_residual ? sum : x.tensor_data();
@@ -273,11 +278,10 @@ struct LayerNormNode : BackwardNode {
   torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
     const Tensor x = saved(0), weight = saved(1);
     const Tensor dy = gradients[0].defined() ? gradients[0] : at::zeros(x.sizes(), x.options());
-    const OptionalTensor ds = gradients.size() > 1 && gradients[1].defined() ? OptionalTensor(gradients[1]) : std::nullopt;
-    auto [dx, dw, db] = BONFIRE_OPERATOR("bonfire::layer_norm_backward", LayerNormBackward)
-                            .call(dy, ds, x, weight, /*mean=*/saved(2), /*rstd=*/saved(3));
-    return {dx, task_should_compute_output(1) ? parameter_gradient(weight_sink, dw, weight) : Tensor(),
-            task_should_compute_output(2) ? parameter_gradient(bias_sink, db, weight) : Tensor()};
+    const auto d = norm_backward(dy, gradients.size() > 1 ? gradients[1] : Tensor(),
+                                 {.x = x, .weight = weight, .mean = saved(2), .rstd = saved(3)});
+    return {d.x, task_should_compute_output(1) ? parameter_gradient(weight_sink, d.weight, weight) : Tensor(),
+            task_should_compute_output(2) ? parameter_gradient(bias_sink, d.bias, weight) : Tensor()};
   }
 };
 
@@ -288,7 +292,8 @@ NormedStream layer_norm_node(const Tensor& x, const Tensor& weight, const Tensor
   Tensor mean, rstd;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(out.normed, mean, rstd) = BONFIRE_OPERATOR("bonfire::layer_norm", LayerNorm).call(x, weight, bias, options.eps);
+    const auto norm = norm_forward(x, weight, bias, options.eps);
+    out.normed = norm.normed, mean = norm.mean, rstd = norm.rstd;
     if (keep_stream) out.stream = x.tensor_data();
   }
   if (!node) return out;
@@ -301,6 +306,44 @@ NormedStream layer_norm_node(const Tensor& x, const Tensor& weight, const Tensor
 }
 
 }  // namespace
+
+NormForward norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
+  NormForward out;
+  Tensor none;
+  if (bias.defined())
+    std::tie(out.normed, out.mean, out.rstd) =
+        BONFIRE_OPERATOR("bonfire::layer_norm", ThreeTensors(const Tensor&, const Tensor&, const Tensor&, double))
+            .call(x, weight, bias, eps);
+  else
+    std::tie(out.normed, none, out.rstd) =
+        BONFIRE_OPERATOR("bonfire::rms_norm", ThreeTensors(const Tensor&, const OptionalTensor&, const Tensor&, double))
+            .call(x, std::nullopt, weight, eps);
+  return out;
+}
+
+NormGradients norm_backward(const Tensor& d_normed, const Tensor& d_stream, const NormSaved& saved) {
+  const auto optional = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
+  NormGradients d;
+  if (saved.mean.defined())
+    std::tie(d.x, d.weight, d.bias, d.normed) =
+        BONFIRE_OPERATOR("bonfire::layer_norm_backward",
+                         FourTensors(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
+                                     const Tensor&, const OptionalTensor&))
+            .call(d_normed, optional(d_stream), saved.x, saved.weight, saved.mean, saved.rstd,
+                  saved.again ? optional(saved.bias) : std::nullopt);
+  else
+    std::tie(d.x, d.weight, d.normed) =
+        BONFIRE_OPERATOR("bonfire::rms_norm_backward", ThreeTensors(const Tensor&, const OptionalTensor&, const Tensor&,
+                                                                    const Tensor&, const Tensor&, bool))
+            .call(d_normed, optional(d_stream), saved.x, saved.weight, saved.rstd, saved.again);
+  return d;
+}
+
+Tensor parameter_gradient(const std::shared_ptr<GradientSink>& sink, const Tensor& gradient, const Tensor& parameter) {
+  if (!sink) return gradient.to(parameter.scalar_type());
+  deliver(*sink, gradient);
+  return {};
+}
 
 NormedStream rms_norm_stream(const Tensor& x, const Tensor& residual, const Tensor& weight, const NormOptions& options) {
   return rms_norm_node(x, residual, weight, options, true);

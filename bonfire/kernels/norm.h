@@ -35,4 +35,30 @@ BONFIRE_API NormedStream layer_norm_stream(const at::Tensor& x, const at::Tensor
 BONFIRE_API at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                                   const NormOptions& options);
 
+// What nodes are made of, outside autograd. With a bias it is the layer norm, and there is a mean.
+struct NormForward {
+  at::Tensor normed;
+  at::Tensor mean;
+  at::Tensor rstd;
+};
+NormForward norm_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps);
+
+struct NormSaved {
+  at::Tensor x;
+  at::Tensor weight;
+  at::Tensor bias{};  // asked for only where the norm is wanted again
+  at::Tensor mean{};
+  at::Tensor rstd;
+  bool again = false;  // whether to make the norm again, in the pass that reads x anyway
+};
+struct NormGradients {
+  at::Tensor x, weight, bias, normed;
+};
+// `d_stream`, where defined, is added to the gradient of x.
+NormGradients norm_backward(const at::Tensor& d_normed, const at::Tensor& d_stream, const NormSaved& saved);
+
+// A parameter's gradient: to its sink, or back to autograd in the parameter's type.
+at::Tensor parameter_gradient(const std::shared_ptr<GradientSink>& sink, const at::Tensor& gradient,
+                              const at::Tensor& parameter);
+
 }  // namespace bonfire

@@ -8,6 +8,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/kernels/backward_node.h"
+#include "bonfire/kernels/fp8.h"
 #include "bonfire/kernels/gemm.h"
 #include "bonfire/kernels/operator.h"
 
@@ -75,6 +76,7 @@ void product_into_cpu(Tensor out, const Tensor& a, const Tensor& b, bool accumul
 struct LinearNode : BackwardNode {
   std::vector<std::int64_t> sizes;  // of x
   std::shared_ptr<GradientSink> weight_sink, bias_sink;
+  std::shared_ptr<Fp8Product> fp8;
   at::ScalarType bias_type = at::kFloat;
   bool with_bias = false, with_residual = false;
 
@@ -82,12 +84,16 @@ struct LinearNode : BackwardNode {
     const Tensor x = saved(0), weight = saved(1);
     const Tensor dy = gradients[0].reshape({-1, weight.size(0)});
     torch::autograd::variable_list out(num_outputs());
+    const WeightGradientOptions to_weight{.sink = weight_sink.get(), .type = weight.scalar_type()};
+    const bool wanted = task_should_compute_output(0) || task_should_compute_output(1);
+    const Quantized eight = fp8 && wanted ? fp8->gradient(dy) : Quantized();
     // The input's gradient first: what waits for it can be further away than what waits for the weight's.
-    if (task_should_compute_output(0)) out[0] = product(dy, weight).view(sizes);
+    if (task_should_compute_output(0))
+      out[0] = (fp8 ? fp8->input_gradient(eight, weight) : product(dy, weight)).view(sizes);
     if (task_should_compute_output(1))
-      out[1] = weight_gradient(dy, x, {.sink = weight_sink.get(), .type = weight.scalar_type()});
+      out[1] = fp8 ? fp8->weight_gradient(eight, dy, {}, x, to_weight) : weight_gradient(dy, x, to_weight);
     if (with_bias && task_should_compute_output(2)) {
-      const Tensor d_bias = dy.sum(0, false, dy.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+      const Tensor d_bias = column_sums(dy);
       if (bias_sink)
         deliver(*bias_sink, d_bias);
       else
@@ -111,6 +117,8 @@ void product_into(const Tensor& out, const Tensor& a, const Tensor& b, Writing w
   BONFIRE_OPERATOR("bonfire::product_into_", void(Tensor, const Tensor&, const Tensor&, bool))
       .call(out, a, b, writing == Writing::add);
 }
+
+Tensor column_sums(const Tensor& x) { return BONFIRE_OPERATOR("bonfire::column_sums", Tensor(const Tensor&)).call(x); }
 
 Tensor weight_gradient(const Tensor& dy, const Tensor& x, const WeightGradientOptions& options) {
   if (!options.sink) return product(dy.t(), x).to(options.type);
@@ -139,15 +147,18 @@ Tensor linear(const Tensor& x, const Tensor& weight, const LinearOptions& option
   auto sizes = x.sizes().vec();
   sizes.back() = weight.size(0);
   Tensor out, rows;
+  bool in_fp8 = false;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     rows = x.reshape({-1, weight.size(1)});
-    out = product(
-        rows, weight.t(),
-        {.bias = options.bias, .residual = with_residual ? options.residual.reshape({-1, weight.size(0)}) : Tensor()});
+    const Addends addends{.bias = options.bias,
+                          .residual = with_residual ? options.residual.reshape({-1, weight.size(0)}) : Tensor()};
+    in_fp8 = options.fp8 && Fp8Product::suits(rows, weight);
+    out = in_fp8 ? options.fp8->forward(rows, weight, addends, false).out : product(rows, weight.t(), addends);
     out = out.view(sizes);
   }
   if (!node) return out;
+  if (in_fp8) node->fp8 = options.fp8;
   node->save(rows.is_same(x) ? x : rows.tensor_data());
   node->save(weight);
   node->sizes = x.sizes().vec();

@@ -17,11 +17,14 @@ struct Addends {
 };
 
 // a b for matrices, outside autograd; plus the addends where there are any.
-at::Tensor product(const at::Tensor& a, const at::Tensor& b, const Addends& addends = {});
+BONFIRE_API at::Tensor product(const at::Tensor& a, const at::Tensor& b, const Addends& addends = {});
 
 // out = a b, or out += a b; `out` may be fp32 for narrower inputs, which are then summed without rounding.
 enum class Writing { overwrite, add };
-void product_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, Writing writing);
+BONFIRE_API void product_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, Writing writing);
+
+// [rows, columns] to [columns], in fp32 at least: the gradient of a bias.
+BONFIRE_API at::Tensor column_sums(const at::Tensor& x);
 
 struct WeightGradientOptions {
   GradientSink* sink = nullptr;
@@ -32,11 +35,15 @@ struct WeightGradientOptions {
 // a new tensor of the given type.
 at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const WeightGradientOptions& options);
 
+class Fp8Product;
+
 struct LinearOptions {
   at::Tensor bias{};      // [out]
   at::Tensor residual{};  // added to the result; of the result's shape
   std::shared_ptr<GradientSink> weight_sink{};
   std::shared_ptr<GradientSink> bias_sink{};
+  std::shared_ptr<Fp8Product> fp8{};  // where given, products are made in fp8 if their shapes allow it
+  bool keep = false;                  // of fused products: what the product reads is kept for backward instead of made again
 };
 
 // x weight^T + bias + residual for weight [out, in].

@@ -141,7 +141,18 @@ Tensor merge_composite(const Tensor& q, const Tensor& k, const Tensor& v, const 
 }
 
 using Split = ThreeTensors(const Tensor&, const OptionalTensor&, const OptionalTensor&, std::int64_t, std::int64_t);
+using SplitInPlace = ThreeTensors(Tensor, const OptionalTensor&, const OptionalTensor&, std::int64_t, std::int64_t);
 using Merge = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&);
+
+// Copying all the same: on the CPU q, k and v are contiguous.
+ThreeTensors split_in_place_cpu(Tensor qkv, const OptionalTensor& cosine, const OptionalTensor& sine, std::int64_t heads,
+                                std::int64_t kv_heads) {
+  return split_cpu(qkv, cosine, sine, heads, kv_heads);
+}
+ThreeTensors split_in_place_composite(Tensor qkv, const OptionalTensor& cosine, const OptionalTensor& sine,
+                                      std::int64_t heads, std::int64_t kv_heads) {
+  return split_composite(qkv, cosine, sine, heads, kv_heads);
+}
 
 OptionalTensor optional(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 
@@ -187,8 +198,11 @@ ThreeTensors split_qkv(const Tensor& qkv, const QkvLayout& layout) {
   ThreeTensors out;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    out = BONFIRE_OPERATOR("bonfire::split_qkv", Split)
-              .call(qkv, optional(layout.rotary.cosine), optional(layout.rotary.sine), layout.heads, layout.kv_heads);
+    const auto cosine = optional(layout.rotary.cosine), sine = optional(layout.rotary.sine);
+    out = layout.in_place ? BONFIRE_OPERATOR("bonfire::split_qkv_", SplitInPlace)
+                                .call(qkv, cosine, sine, layout.heads, layout.kv_heads)
+                          : BONFIRE_OPERATOR("bonfire::split_qkv", Split)
+                                .call(qkv, cosine, sine, layout.heads, layout.kv_heads);
   }
   if (!node) return out;
   auto& [q, k, v] = out;
@@ -201,11 +215,13 @@ ThreeTensors split_qkv(const Tensor& qkv, const QkvLayout& layout) {
 
 TORCH_LIBRARY_IMPL(bonfire, CPU, m) {
   m.impl("split_qkv", split_cpu);
+  m.impl("split_qkv_", split_in_place_cpu);
   m.impl("merge_qkv", merge_cpu);
 }
 
 TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
   m.impl("split_qkv", split_composite);
+  m.impl("split_qkv_", split_in_place_composite);
   m.impl("merge_qkv", merge_composite);
 }
 

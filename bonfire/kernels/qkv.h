@@ -25,7 +25,8 @@ BONFIRE_API RotaryTable rotary_table(const RotaryShape& shape, const at::TensorO
 struct QkvLayout {
   std::int64_t heads = 1;
   std::int64_t kv_heads = 1;
-  RotaryTable rotary{};  // undefined: no rotation
+  RotaryTable rotary{};   // undefined: no rotation
+  bool in_place = false;  // whether the packed product may be overwritten; nobody else reads it then
 };
 
 // Cuts the packed product [batch, sequence, (heads + 2 kv_heads) * head_dim] into q, k and v, each [batch, its heads,

@@ -68,7 +68,7 @@ TransformerBlockImpl::TransformerBlockImpl(const UnitContext& context, const pla
   attention_ = register_module(
       "attention", nn::Attention(qkv, output,
                                  nn::AttentionOptions{
-                                     .layout = {.heads = spec.heads, .kv_heads = spec.kv_heads, .rotary = context.rotary},
+                                     .layout = {.heads = spec.heads, .kv_heads = spec.kv_heads, .rotary = context.rotary, .in_place = true},
                                      .dropout = dropout_in(context, unit, "attention")}));
   feed_norm_ = register_module("feed_norm", take_norm(maker, "feed_norm", spec.norm_eps));
   const bool gated = spec.type == plan::ModelType::llama;
@@ -79,9 +79,7 @@ TransformerBlockImpl::TransformerBlockImpl(const UnitContext& context, const pla
 }
 
 Tensor TransformerBlockImpl::forward(Tensor x) {
-  auto [to_attention, stream] = attention_norm_->fork(x);
-  auto [to_feed, middle] = feed_norm_->fork(attention_->forward(to_attention, stream));
-  return feed_->forward(to_feed, middle);
+  return feed_->forward(feed_norm_, attention_->forward(attention_norm_, x));
 }
 
 MlpBlockImpl::MlpBlockImpl(const UnitContext& context, const plan::UnitDescription& unit) {
@@ -91,7 +89,7 @@ MlpBlockImpl::MlpBlockImpl(const UnitContext& context, const plan::UnitDescripti
   maker.finish();
 }
 
-Tensor MlpBlockImpl::forward(Tensor x) { return feed_->forward(x, x); }
+Tensor MlpBlockImpl::forward(Tensor x) { return feed_->forward(nullptr, x); }
 
 ConvolutionImpl::ConvolutionImpl(const UnitContext& context, const plan::UnitDescription& unit, int poolings)
     : poolings_(poolings) {

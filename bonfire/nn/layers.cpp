@@ -22,9 +22,23 @@ std::shared_ptr<GradientSink>* WeightedImpl::slot(const Tensor& parameter) {
   return nullptr;
 }
 
-Tensor LinearImpl::forward(const Tensor& x, const Tensor& residual) {
-  return bonfire::linear(x, weight,
-                         {.bias = bias, .residual = residual, .weight_sink = weight_sink_, .bias_sink = bias_sink_});
+LinearOptions LinearImpl::options(const Tensor& residual) const {
+  return {.bias = bias, .residual = residual, .weight_sink = weight_sink_, .bias_sink = bias_sink_, .fp8 = fp8_};
+}
+
+Tensor LinearImpl::forward(const Tensor& x, const Tensor& residual) { return bonfire::linear(x, weight, options(residual)); }
+
+NormedLinear LinearImpl::after(const NormImpl& norm, const Tensor& x, const std::shared_ptr<KnownSums>& known) {
+  auto how = options();
+  how.keep = keep_norm_;
+  return bonfire::normed_linear(x, norm.weights(), weight, how, known);
+}
+
+Tensor LinearImpl::after(Activation activation, const Tensor& wide, const Tensor& residual,
+                         const std::shared_ptr<KnownSums>& known) {
+  auto how = options(residual);
+  how.keep = keep_activation_;
+  return bonfire::activated_linear(wide, activation, weight, how, known);
 }
 
 Tensor LinearImpl::loss(const Tensor& x, const Tensor& target) {
@@ -39,22 +53,9 @@ Tensor NormImpl::forward(const Tensor& x) {
   return bias.defined() ? bonfire::layer_norm(x, weight, bias, options) : bonfire::rms_norm(x, weight, options);
 }
 
-Stream NormImpl::fork(const Tensor& x) {
-  const NormOptions options{.eps = eps_, .weight_sink = weight_sink_, .bias_sink = bias_sink_};
-  auto [normed, stream] = bias.defined() ? bonfire::layer_norm_stream(x, weight, bias, options)
-                                         : bonfire::rms_norm_stream(x, {}, weight, options);
-  return {std::move(normed), std::move(stream)};
+NormWeights NormImpl::weights() const {
+  return {.weight = weight, .bias = bias, .options = {.eps = eps_, .weight_sink = weight_sink_, .bias_sink = bias_sink_}};
 }
-
-namespace {
-
-// output(x) + stream. Dropout lies between the product and the sum, so it keeps them apart.
-Tensor add_to_stream(Linear& output, const Tensor& x, const Tensor& stream, const Dropout& dropout) {
-  if (!dropout.active()) return output->forward(x, stream);
-  return dropout(output->forward(x)).add(stream);
-}
-
-}  // namespace
 
 AttentionImpl::AttentionImpl(Linear qkv, Linear output, AttentionOptions options)
     : qkv_(std::move(qkv)), output_(std::move(output)), options_(std::move(options)) {
@@ -62,10 +63,13 @@ AttentionImpl::AttentionImpl(Linear qkv, Linear output, AttentionOptions options
   register_module("output", output_);
 }
 
-Tensor AttentionImpl::forward(const Tensor& normed, const Tensor& stream) {
-  const auto [q, k, v] = bonfire::split_qkv(qkv_->forward(normed), options_.layout);
+Tensor AttentionImpl::forward(const Norm& norm, const Tensor& x) {
+  const auto [qkv, stream] = qkv_->after(*norm, x);
+  const auto [q, k, v] = bonfire::split_qkv(qkv, options_.layout);
   const Tensor rows = bonfire::attention(q, k, v, {.causal = options_.causal});
-  return add_to_stream(output_, rows, stream, options_.dropout);
+  // Dropout lies between the product and the sum, so it keeps them apart.
+  if (options_.dropout.active()) return options_.dropout(output_->forward(rows)).add(stream);
+  return output_->forward(rows, stream);
 }
 
 FeedForwardImpl::FeedForwardImpl(Activation activation, Linear up, Linear down, Dropout dropout)
@@ -74,10 +78,11 @@ FeedForwardImpl::FeedForwardImpl(Activation activation, Linear up, Linear down, 
   register_module("down", down_);
 }
 
-Tensor FeedForwardImpl::forward(const Tensor& normed, const Tensor& stream) {
-  const Tensor wide = up_->forward(normed);
-  return add_to_stream(down_, activation_ == Activation::swiglu ? bonfire::swiglu(wide) : bonfire::gelu(wide), stream,
-                       dropout_);
+Tensor FeedForwardImpl::forward(const Norm& norm, const Tensor& x) {
+  const auto known = std::make_shared<KnownSums>();
+  const auto [wide, stream] = norm ? up_->after(*norm, x, known) : NormedLinear{up_->forward(x), x};
+  if (dropout_.active()) return dropout_(down_->after(activation_, wide, {}, known)).add(stream);
+  return down_->after(activation_, wide, stream, known);
 }
 
 }  // namespace bonfire::nn

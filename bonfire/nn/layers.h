@@ -6,6 +6,7 @@
 #include <torch/nn/pimpl.h>
 
 #include "bonfire/base/api.h"
+#include "bonfire/kernels/fused_linear.h"
 #include "bonfire/kernels/qkv.h"
 #include "bonfire/nn/dropout_state.h"
 #include "bonfire/nn/gradient_slots.h"
@@ -27,6 +28,8 @@ class BONFIRE_API WeightedImpl : public torch::nn::Module, public GradientSlots 
   std::shared_ptr<GradientSink> weight_sink_, bias_sink_;
 };
 
+class NormImpl;
+
 // x weight^T + bias for a weight [out, in].
 class BONFIRE_API LinearImpl : public WeightedImpl {
  public:
@@ -35,6 +38,21 @@ class BONFIRE_API LinearImpl : public WeightedImpl {
   at::Tensor forward(const at::Tensor& x, const at::Tensor& residual = {});
   // The mean cross-entropy of the result against class numbers, without a second copy of the result.
   at::Tensor loss(const at::Tensor& x, const at::Tensor& target);
+  // forward(norm(x)), and x to go on with beside it; the norm is not kept for backward.
+  NormedLinear after(const NormImpl& norm, const at::Tensor& x, const std::shared_ptr<KnownSums>& known = {});
+  // forward(activation(wide), residual); the activation is not kept for backward.
+  at::Tensor after(Activation activation, const at::Tensor& wide, const at::Tensor& residual,
+                   const std::shared_ptr<KnownSums>& known = {});
+  // From now on its products are made in fp8; null: no longer.
+  void set_fp8(std::shared_ptr<Fp8Product> fp8) { fp8_ = std::move(fp8); }
+  // Whether `after` keeps the norm, or the activation, for backward all the same.
+  void set_keep_norm(bool keep) { keep_norm_ = keep; }
+  void set_keep_activation(bool keep) { keep_activation_ = keep; }
+
+ private:
+  LinearOptions options(const at::Tensor& residual = {}) const;
+  std::shared_ptr<Fp8Product> fp8_;
+  bool keep_norm_ = false, keep_activation_ = false;
 };
 TORCH_MODULE(Linear);
 
@@ -46,19 +64,12 @@ class BONFIRE_API EmbeddingImpl : public WeightedImpl {
 };
 TORCH_MODULE(Embedding);
 
-// A residual stream and its norm, see kernels/norm.h.
-struct Stream {
-  at::Tensor normed;
-  at::Tensor stream;
-};
-
 // RMSNorm, or LayerNorm where there is a bias.
 class BONFIRE_API NormImpl : public WeightedImpl {
  public:
   NormImpl(const at::Tensor& weight, const at::Tensor& bias, double eps) : WeightedImpl(weight, bias), eps_(eps) {}
   at::Tensor forward(const at::Tensor& x);
-  // The norm of x, and x to go on with beside it.
-  Stream fork(const at::Tensor& x);
+  NormWeights weights() const;
 
  private:
   double eps_;
@@ -75,8 +86,8 @@ struct AttentionOptions {
 class BONFIRE_API AttentionImpl : public torch::nn::Module {
  public:
   AttentionImpl(Linear qkv, Linear output, AttentionOptions options);
-  // `stream` plus the attention of `normed`, both [batch, sequence, dim].
-  at::Tensor forward(const at::Tensor& normed, const at::Tensor& stream);
+  // x plus the attention of its norm, [batch, sequence, dim].
+  at::Tensor forward(const Norm& norm, const at::Tensor& x);
 
  private:
   Linear qkv_, output_;
@@ -84,13 +95,14 @@ class BONFIRE_API AttentionImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Attention);
 
-enum class Activation { swiglu, gelu };
+using bonfire::Activation;
 
 // The feed-forward part: up, an activation, down. For swiglu `up` holds gate and up in one product and is named gate_up.
 class BONFIRE_API FeedForwardImpl : public torch::nn::Module {
  public:
   FeedForwardImpl(Activation activation, Linear up, Linear down, Dropout dropout = {});
-  at::Tensor forward(const at::Tensor& normed, const at::Tensor& stream);
+  // x plus the feed-forward part of its norm, or of x itself where the norm is null.
+  at::Tensor forward(const Norm& norm, const at::Tensor& x);
 
  private:
   Activation activation_;

@@ -94,13 +94,14 @@ void describe_llama(ModelDescription& model) {
     block.product_flops =
         product(dim, query + 2 * key) + product(query, dim) + product(dim, 2 * spec.ffn) + product(spec.ffn, dim);
     block.attention_flops_per_position = 4.0 * static_cast<double>(query);
-    // Input, its norm, q, k, v, attention's output, the middle of the block, its norm, gate and up, their product.
-    block.saved_elements = 4 * dim + 2 * query + 2 * key + 3 * spec.ffn;
+    // Input, q, k, v, attention's output, the middle of the block, gate and up. Norms and the product of gate and up are made
+    // again.
+    block.saved_elements = 2 * dim + 2 * query + 2 * key + 2 * spec.ffn;
     block.saved_statistics = 2 + spec.heads;
     block.output_elements = dim;
-    // The product's gradient goes when that of gate and up is there; in attention q, k, v and their output are still kept.
-    block.working_elements = std::max(2 * spec.ffn, 2 * query + 2 * key - 2 * dim - 3 * spec.ffn);
-    block.working_beside_weight = spec.ffn;
+    // The gradients of gate and up, and their product again; in attention q, k, v and their output are still kept.
+    block.working_elements = std::max(3 * spec.ffn, 2 * query + 2 * key - dim - 2 * spec.ffn);
+    block.working_beside_weight = 3 * spec.ffn;
     block.weight_elements = dim * spec.ffn;
     model.units.push_back(std::move(block));
   }
@@ -140,10 +141,10 @@ void describe_gpt2(ModelDescription& model) {
         plain("feed.down.bias", {dim}, zeros, outside("mlp.c_proj.bias"))};
     block.product_flops = product(dim, 3 * dim) + product(dim, dim) + 2 * product(dim, spec.ffn);
     block.attention_flops_per_position = 4.0 * static_cast<double>(dim);
-    block.saved_elements = 8 * dim + 2 * spec.ffn;
+    block.saved_elements = 6 * dim + spec.ffn;
     block.saved_statistics = 4 + spec.heads;
     block.output_elements = dim;
-    block.working_elements = block.working_beside_weight = spec.ffn;
+    block.working_elements = block.working_beside_weight = 2 * spec.ffn;
     block.weight_elements = dim * spec.ffn;
     model.units.push_back(std::move(block));
   }
@@ -182,9 +183,9 @@ void describe_mlp(ModelDescription& model) {
                         plain("feed.down.weight", {dim, spec.ffn}, fan_in(spec.ffn), outside("down.weight")),
                         plain("feed.down.bias", {dim}, zeros, outside("down.bias"))};
     block.product_flops = 2 * product(dim, spec.ffn);
-    block.saved_elements = dim + 2 * spec.ffn;
+    block.saved_elements = dim + spec.ffn;
     block.output_elements = dim;
-    block.working_elements = block.working_beside_weight = spec.ffn;
+    block.working_elements = block.working_beside_weight = 2 * spec.ffn;
     block.weight_elements = dim * spec.ffn;
     model.units.push_back(std::move(block));
   }

@@ -129,7 +129,9 @@ class StepWalk {
     const auto& unit = model_.units[at];
     const std::int64_t element = bytes_of(layout_.compute), input = unit.weight_elements / unit.output_elements;
     const std::int64_t kept = kept_[at] - unit.output_elements * element;
-    return (kept + input * element) * options_.tokens + unit.weight_elements * bytes_of(Dtype::fp32) + most_logit_bytes;
+    const std::int64_t row_bytes = unit.output_elements * element;
+    return (kept + input * element) * options_.tokens + unit.weight_elements * bytes_of(Dtype::fp32) +
+           rows_of_chunk(options_.tokens, row_bytes) * row_bytes;
   }
 
   void open(std::size_t flat) {

@@ -38,14 +38,16 @@ Tensor random(at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble); }
 
 TEST(Composite, RmsNorm) {
   using Forward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Optional&, const Tensor&, double);
-  using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Optional&, const Tensor&, const Tensor&, const Tensor&);
+  using Backward =
+      std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Optional&, const Tensor&, const Tensor&, const Tensor&, bool);
   const Tensor x = random({3, 5, 7}), weight = random({7}), dy = random({3, 5, 7});
   for (const Optional& extra : {Optional(), Optional(random({3, 5, 7}))}) {
     const auto out = kernel<Forward>("bonfire::rms_norm", x, extra, weight, 1e-5);
     expect_all_close(composite<Forward>("bonfire::rms_norm", x, extra, weight, 1e-5), out);
     const Tensor rstd = std::get<2>(out);
-    expect_all_close(composite<Backward>("bonfire::rms_norm_backward", dy, extra, x, weight, rstd),
-                     kernel<Backward>("bonfire::rms_norm_backward", dy, extra, x, weight, rstd));
+    for (const bool again : {false, true})
+      expect_all_close(composite<Backward>("bonfire::rms_norm_backward", dy, extra, x, weight, rstd, again),
+                       kernel<Backward>("bonfire::rms_norm_backward", dy, extra, x, weight, rstd, again));
   }
 }
 
@@ -104,6 +106,18 @@ TEST(Composite, Activations) {
   expect_close(composite<Backward>("bonfire::swiglu_backward", d, x), kernel<Backward>("bonfire::swiglu_backward", d, x));
   expect_close(composite<Unary>("bonfire::gelu", x), kernel<Unary>("bonfire::gelu", x));
   expect_close(composite<Backward>("bonfire::gelu_backward", x, x), kernel<Backward>("bonfire::gelu_backward", x, x));
+  // Those that leave the activation in place of its gradient.
+  using Exchange = Tensor(Tensor, const Tensor&);
+  using ExchangeAndSum = std::tuple<Tensor, Tensor>(Tensor, const Tensor&);
+  const Tensor first = d.clone(), second = d.clone(), third = x.clone(), fourth = x.clone();
+  expect_close(composite<Exchange>("bonfire::swiglu_backward_", first, x),
+               kernel<Exchange>("bonfire::swiglu_backward_", second, x));
+  expect_all_close(composite<ExchangeAndSum>("bonfire::gelu_backward_", third, x),
+                   kernel<ExchangeAndSum>("bonfire::gelu_backward_", fourth, x));
+  expect_close(first, second);
+  expect_close(third, fourth);
+  expect_close(first, kernel<Unary>("bonfire::swiglu", x));
+  expect_close(third, kernel<Unary>("bonfire::gelu", x));
 }
 
 TEST(Composite, CrossEntropy) {

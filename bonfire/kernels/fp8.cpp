@@ -1,0 +1,172 @@
+#include "bonfire/kernels/fp8.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/kernels/operator.h"
+
+namespace bonfire {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using TwoTensors = std::tuple<Tensor, Tensor>;
+using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+
+constexpr std::int64_t kHistory = 16;  // calls
+
+// The largest number of the type; both lose a little range to keep infinities or a not-a-number.
+double largest(bool wide_range) { return wide_range ? 57344.0 : 448.0; }
+
+Tensor in_eight_bits(const Tensor& x, const Tensor& scale, bool wide_range) {
+  const double most = largest(wide_range);
+  return x.to(at::kFloat).mul(scale).clamp(-most, most).to(wide_range ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn);
+}
+
+// What elements are multiplied by so that `magnitude` becomes the largest number; 1 where nothing has a magnitude.
+Tensor scale_for(const Tensor& magnitude, bool wide_range) {
+  return magnitude.reciprocal().mul(largest(wide_range)).masked_fill(magnitude.eq(0), 1.0);
+}
+
+ThreeTensors quantize_composite(const Tensor& x, Tensor history, std::int64_t position, bool measure, bool wide_range,
+                                bool values, bool transposed) {
+  const Tensor magnitude = x.abs().amax().to(at::kFloat).reshape({1});
+  const std::int64_t length = history.numel(), now = position % length, next = (position + 1) % length;
+  Tensor used = magnitude;
+  if (!measure) {
+    // Neither the place that is written now nor the one that is written next.
+    Tensor others = history.clone();
+    others.narrow(0, now, 1).zero_();
+    others.narrow(0, next, 1).zero_();
+    used = others.amax().reshape({1});
+  }
+  history.narrow(0, now, 1).copy_(magnitude);
+  const Tensor scale = scale_for(used, wide_range), eight = in_eight_bits(x, scale, wide_range);
+  const Tensor none = at::empty({0}, eight.options());
+  return {values ? eight : none, transposed ? eight.t().contiguous() : none, scale.reciprocal()};
+}
+
+TwoTensors quantize_rows_composite(const Tensor& x, bool wide_range) {
+  const Tensor scale = scale_for(x.abs().amax(1).to(at::kFloat), wide_range);
+  return {in_eight_bits(x, scale.unsqueeze(1), wide_range), scale.reciprocal()};
+}
+
+Tensor as_given(const Tensor& values, const Tensor& inverse, bool by_column) {
+  const Tensor scale = inverse.numel() == 1 ? inverse : by_column ? inverse.unsqueeze(0) : inverse.unsqueeze(1);
+  return values.to(at::kFloat).mul(scale);
+}
+
+void fp8_product_composite(Tensor out, const Tensor& a, const Tensor& b, const Tensor& inverse_a, const Tensor& inverse_b,
+                           const OptionalTensor& bias, const OptionalTensor& addend, bool) {
+  Tensor sum = at::mm(as_given(a, inverse_a, false), as_given(b, inverse_b, true));
+  if (bias) sum = sum.add(*bias);
+  if (addend) sum = sum.add(*addend);
+  out.copy_(sum);
+}
+
+struct ProductTerms {
+  Tensor a, inverse_a;  // [rows, depth]
+  Tensor b, inverse_b;  // [columns, depth]: its transpose is multiplied
+  Addends addends{};
+  bool short_sums = false;
+};
+
+void multiply_into(const Tensor& out, const ProductTerms& terms) {
+  const auto optional = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
+  BONFIRE_OPERATOR("bonfire::fp8_product_", void(Tensor, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                 const OptionalTensor&, const OptionalTensor&, bool))
+      .call(out, terms.a, terms.b.t(), terms.inverse_a, terms.inverse_b, optional(terms.addends.bias),
+            optional(terms.addends.residual), terms.short_sums);
+}
+
+Tensor multiplied(const ProductTerms& terms, at::ScalarType type) {
+  const Tensor out = at::empty({terms.a.size(0), terms.b.size(0)}, terms.a.options().dtype(type));
+  multiply_into(out, terms);
+  return out;
+}
+
+Quantized by_rows(const Tensor& x, bool wide_range) {
+  auto [values, inverse] =
+      BONFIRE_OPERATOR("bonfire::fp8_quantize_rows", TwoTensors(const Tensor&, bool)).call(x.contiguous(), wide_range);
+  return {.values = values, .transposed = {}, .inverse = inverse};
+}
+
+}  // namespace
+
+bool Fp8Product::suits(const Tensor& rows, const Tensor& weight) {
+  const bool narrow = rows.scalar_type() == at::kBFloat16 || rows.scalar_type() == at::kHalf;
+  return narrow && weight.scalar_type() == rows.scalar_type() && rows.size(0) % 16 == 0 && weight.size(0) % 16 == 0 &&
+         weight.size(1) % 16 == 0 && rows.size(0) > 0;
+}
+
+Quantized Fp8Product::quantize(Role role, const Tensor& given, bool values, bool transposed) {
+  const bool wide_range = role == gradient_of_output;
+  const Tensor x = given.contiguous();
+  const bool delayed = recipe_.scaling == Fp8Scaling::delayed;
+  auto& history = history_[role];
+  if (!history.defined() || history.device() != x.device()) {
+    history = at::zeros({kHistory}, x.options().dtype(at::kFloat));
+    calls_[role] = 0;
+  }
+  // The first call has nothing to go by.
+  const bool measure = !delayed || calls_[role] == 0;
+  auto [straight, turned, inverse] =
+      BONFIRE_OPERATOR("bonfire::fp8_quantize", ThreeTensors(const Tensor&, Tensor, std::int64_t, bool, bool, bool, bool))
+          .call(x, history, calls_[role]++, measure, wide_range, values, transposed);
+  return {straight, turned, inverse};
+}
+
+Fp8Product::Forward Fp8Product::forward(const Tensor& x, const Tensor& weight, const Addends& addends, bool keep) {
+  const bool rows = recipe_.scales == Fp8Scales::row;
+  Quantized left = rows ? by_rows(x, false) : quantize(input, x, true, keep);
+  const Quantized right = rows ? by_rows(weight, false) : quantize(Role::weight, weight, true, false);
+  Forward result;
+  result.out = multiplied({.a = left.values,
+                           .inverse_a = left.inverse,
+                           .b = right.values,
+                           .inverse_b = right.inverse,
+                           .addends = addends,
+                           .short_sums = true},
+                          x.scalar_type());
+  if (keep && !rows) result.x = {.values = {}, .transposed = left.transposed, .inverse = left.inverse};
+  return result;
+}
+
+Quantized Fp8Product::gradient(const Tensor& dy) {
+  return recipe_.scales == Fp8Scales::row ? by_rows(dy, true) : quantize(gradient_of_output, dy, true, true);
+}
+
+Tensor Fp8Product::input_gradient(const Quantized& dy, const Tensor& weight) {
+  const bool rows = recipe_.scales == Fp8Scales::row;
+  const Quantized right = rows ? by_rows(weight.t(), false) : quantize(Role::weight, weight, false, true);
+  return multiplied({.a = dy.values,
+                     .inverse_a = dy.inverse,
+                     .b = rows ? right.values : right.transposed,
+                     .inverse_b = right.inverse},
+                    weight.scalar_type());
+}
+
+Tensor Fp8Product::weight_gradient(const Quantized& dy, const Tensor& plain_dy, const Quantized& kept, const Tensor& rows,
+                                   const WeightGradientOptions& options) {
+  if (recipe_.scales == Fp8Scales::row) return bonfire::weight_gradient(plain_dy, rows, options);
+  const Quantized x = kept.transposed.defined() ? kept : quantize(input, rows, false, true);
+  ProductTerms terms{.a = dy.transposed, .inverse_a = dy.inverse, .b = x.transposed, .inverse_b = x.inverse};
+  if (!options.sink) return multiplied(terms, at::kFloat).to(options.type);
+  bool fresh = false;
+  const Tensor buffer = options.sink->buffer(fresh);
+  if (!fresh) terms.addends.residual = buffer;
+  multiply_into(buffer, terms);
+  options.sink->arrived();
+  return {};
+}
+
+TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
+  m.impl("fp8_quantize", quantize_composite);
+  m.impl("fp8_quantize_rows", quantize_rows_composite);
+  m.impl("fp8_product_", fp8_product_composite);
+}
+
+}  // namespace bonfire

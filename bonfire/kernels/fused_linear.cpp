@@ -1,0 +1,254 @@
+#include "bonfire/kernels/fused_linear.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/kernels/backward_node.h"
+#include "bonfire/kernels/fp8.h"
+
+namespace bonfire {
+namespace {
+
+using at::Tensor;
+using torch::autograd::variable_list;
+
+Tensor as_rows(const Tensor& x) { return x.reshape({-1, x.size(-1)}); }
+
+std::vector<std::int64_t> with_last(const Tensor& x, std::int64_t last) {
+  auto sizes = x.sizes().vec();
+  sizes.back() = last;
+  return sizes;
+}
+
+void require_fits(const char* what, std::int64_t got, const Tensor& weight) {
+  require(weight.dim() == 2 && got == weight.size(1), "{}: the product is given {} columns; the weight expects {}", what,
+          got, weight.dim() == 2 ? weight.size(1) : 0);
+}
+
+// A node whose next edges are those inputs that are defined. `undefined` ones keep their place in none of its lists.
+template <class Node>
+std::shared_ptr<Node> node_behind(const std::vector<Tensor>& inputs) {
+  torch::autograd::edge_list edges;
+  bool any = false;
+  for (const auto& input : inputs) {
+    if (!input.defined()) continue;
+    any = any || input.requires_grad();
+    edges.push_back(torch::autograd::impl::gradient_edge(input));
+  }
+  if (!any || !at::GradMode::is_enabled()) return nullptr;
+  std::shared_ptr<Node> node(new Node(), torch::autograd::deleteNode);
+  node->set_next_edges(std::move(edges));
+  return node;
+}
+
+struct Made {
+  Tensor out;
+  Quantized kept;  // of x, where asked for and made in fp8
+  bool in_fp8 = false;
+};
+struct How {
+  Fp8Product* fp8 = nullptr;
+  bool keep = false;
+};
+Made make_product(const Tensor& x, const Tensor& weight, const Addends& addends, const How& how) {
+  if (!how.fp8 || !Fp8Product::suits(x, weight)) return {.out = product(x, weight.t(), addends), .kept = {}};
+  const auto forward = how.fp8->forward(x, weight, addends, how.keep);
+  return {.out = forward.out, .kept = forward.x, .in_fp8 = true};
+}
+
+struct FusedNode : BackwardNode {
+  std::shared_ptr<GradientSink> weight_sink, bias_sink;
+  std::shared_ptr<KnownSums> known;
+  std::shared_ptr<Fp8Product> fp8;
+  at::ScalarType bias_type = at::kFloat;
+  bool with_bias = false;
+
+  void take(const LinearOptions& options, bool in_fp8) {
+    if (in_fp8) fp8 = options.fp8;
+    weight_sink = options.weight_sink;
+    bias_sink = options.bias_sink;
+    with_bias = options.bias.defined();
+    if (with_bias) bias_type = options.bias.scalar_type();
+  }
+
+  // The gradient of the product's result, as it is and, in fp8, as it is multiplied.
+  struct Gradient {
+    Tensor plain;
+    Quantized eight;
+  };
+  Gradient gradient_of(const Tensor& dy) { return {dy, fp8 ? fp8->gradient(dy) : Quantized()}; }
+  Tensor through(const Gradient& dy, const Tensor& weight) {
+    return fp8 ? fp8->input_gradient(dy.eight, weight) : product(dy.plain, weight);
+  }
+  Tensor to_weight(const Gradient& dy, const Quantized& kept, const Tensor& x, const Tensor& weight) {
+    const WeightGradientOptions options{.sink = weight_sink.get(), .type = weight.scalar_type()};
+    return fp8 ? fp8->weight_gradient(dy.eight, dy.plain, kept, x, options) : weight_gradient(dy.plain, x, options);
+  }
+
+  Tensor bias_gradient(const Tensor& sums) {
+    if (!bias_sink) return sums.to(bias_type);
+    deliver(*bias_sink, sums);
+    return {};
+  }
+};
+
+// Inputs: x, the norm's weight, its bias if any, the product's weight, its bias if any. Saved: x, those weights, rstd and,
+// of a layer norm, bias and mean; last, what was kept of the norm: itself, or itself in eight bits and the scale.
+struct NormedLinearNode : FusedNode {
+  std::shared_ptr<GradientSink> norm_weight_sink, norm_bias_sink;
+  double eps = 0;
+  bool centered = false, kept_eight = false, kept = false;
+
+  variable_list backward(const variable_list& gradients) override {
+    variable_list out(num_outputs());
+    if (!gradients[0].defined()) {
+      out[0] = gradients[1];
+      return out;
+    }
+    const Tensor x = saved(0), norm_weight = saved(1), weight = saved(2), rstd = saved(3);
+    const Tensor norm_bias = centered ? saved(4) : Tensor(), mean = centered ? saved(5) : Tensor();
+    const std::size_t weight_at = centered ? 3 : 2;
+    const bool trains_weight = task_should_compute_output(weight_at);
+    const bool needs_norm =
+        task_should_compute_output(0) || task_should_compute_output(1) || (centered && task_should_compute_output(2));
+    const bool again = trains_weight && !kept_eight && !kept;
+    const Gradient dy = gradient_of(gradients[0].reshape({-1, weight.size(0)}));
+    Tensor normed;
+    if (needs_norm) {
+      const auto d =
+          norm_backward(through(dy, weight).view(x.sizes()), gradients[1],
+                        {.x = x, .weight = norm_weight, .bias = norm_bias, .mean = mean, .rstd = rstd, .again = again});
+      normed = d.normed;
+      out[0] = d.x;
+      if (task_should_compute_output(1)) out[1] = parameter_gradient(norm_weight_sink, d.weight, norm_weight);
+      if (centered && task_should_compute_output(2)) out[2] = parameter_gradient(norm_bias_sink, d.bias, norm_bias);
+    } else if (again) {
+      normed = norm_forward(x, norm_weight, norm_bias, eps).normed;
+    }
+    if (trains_weight) {
+      const std::size_t at = centered ? 6 : 4;
+      if (kept) normed = saved(at);
+      out[weight_at] = kept_eight
+                           ? to_weight(dy, {.values = {}, .transposed = saved(at), .inverse = saved(at + 1)}, {}, weight)
+                           : to_weight(dy, {}, as_rows(normed), weight);
+    }
+    if (with_bias && task_should_compute_output(weight_at + 1)) {
+      const bool is_known = known && known->gradient.defined() && known->gradient.is_same(gradients[0]);
+      out[weight_at + 1] = bias_gradient(is_known ? known->sums : column_sums(dy.plain));
+    }
+    if (known) *known = {};
+    return out;
+  }
+};
+
+// Inputs: wide, weight, bias if any, residual if any. Saved: wide, weight, and what was kept of the activation: itself, or
+// itself in eight bits and the scale.
+struct ActivatedLinearNode : FusedNode {
+  Activation activation = Activation::swiglu;
+  bool with_residual = false, kept_eight = false, kept = false;
+
+  variable_list backward(const variable_list& gradients) override {
+    const Tensor wide = saved(0), weight = saved(1);
+    const Gradient dy = gradient_of(gradients[0].reshape({-1, weight.size(0)}));
+    variable_list out(num_outputs());
+    const bool trains_weight = task_should_compute_output(1), again = trains_weight && !kept_eight && !kept;
+    Tensor activated;
+    if (task_should_compute_output(0)) {
+      const Tensor d_activated = through(dy, weight).view(with_last(wide, weight.size(1)));
+      const auto d = (again ? activate_exchange : activate_backward)(activation, d_activated, wide);
+      if (again) activated = d_activated;
+      out[0] = d.wide;
+      if (known && d.column_sums.defined()) *known = {.gradient = d.wide, .sums = d.column_sums};
+    } else if (again) {
+      activated = activate(activation, wide);
+    }
+    if (trains_weight) {
+      if (kept) activated = saved(2);
+      out[1] = kept_eight ? to_weight(dy, {.values = {}, .transposed = saved(2), .inverse = saved(3)}, {}, weight)
+                          : to_weight(dy, {}, as_rows(activated), weight);
+    }
+    if (with_bias && task_should_compute_output(2)) out[2] = bias_gradient(column_sums(dy.plain));
+    if (with_residual) out.back() = gradients[0];
+    return out;
+  }
+};
+
+}  // namespace
+
+NormedLinear normed_linear(const Tensor& given, const NormWeights& norm, const Tensor& weight, const LinearOptions& options,
+                           const std::shared_ptr<KnownSums>& known) {
+  require_fits("normed_linear", given.size(-1), weight);
+  require(!options.residual.defined(), "normed_linear: a residual is given; it has none");
+  const Tensor x = given.contiguous();
+  auto node = node_behind<NormedLinearNode>({x, norm.weight, norm.bias, weight, options.bias});
+  NormForward forward;
+  NormedLinear out;
+  Made made;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    forward = norm_forward(x, norm.weight, norm.bias, norm.options.eps);
+    made = make_product(as_rows(forward.normed), weight, {.bias = options.bias},
+                        {.fp8 = options.fp8.get(), .keep = node && weight.requires_grad()});
+    out.out = made.out.view(with_last(x, weight.size(0)));
+    out.stream = x.tensor_data();
+  }
+  if (!node) return out;
+  for (const Tensor& tensor : {x, norm.weight, weight, forward.rstd}) node->save(tensor);
+  node->centered = norm.bias.defined();
+  if (node->centered) {
+    node->save(norm.bias);
+    node->save(forward.mean);
+  }
+  node->kept_eight = made.kept.transposed.defined();
+  node->kept = !node->kept_eight && options.keep && weight.requires_grad();
+  if (node->kept_eight) {
+    node->save(made.kept.transposed);
+    node->save(made.kept.inverse);
+  } else if (node->kept) {
+    node->save(forward.normed);
+  }
+  node->take(options, made.in_fp8);
+  node->norm_weight_sink = norm.options.weight_sink;
+  node->norm_bias_sink = norm.options.bias_sink;
+  node->eps = norm.options.eps;
+  node->known = known;
+  torch::autograd::set_history(out.out, node);
+  torch::autograd::set_history(out.stream, node);
+  return out;
+}
+
+Tensor activated_linear(const Tensor& given, Activation activation, const Tensor& weight, const LinearOptions& options,
+                        const std::shared_ptr<KnownSums>& known) {
+  require_fits("activated_linear", given.size(-1) / (activation == Activation::swiglu ? 2 : 1), weight);
+  const Tensor wide = given.contiguous();
+  auto node = node_behind<ActivatedLinearNode>({wide, weight, options.bias, options.residual});
+  Tensor out, active;
+  Made made;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const Tensor residual = options.residual.defined() ? as_rows(options.residual) : Tensor();
+    active = activate(activation, wide);
+    made = make_product(as_rows(active), weight, {.bias = options.bias, .residual = residual},
+                        {.fp8 = options.fp8.get(), .keep = node && options.keep && weight.requires_grad()});
+    out = made.out.view(with_last(wide, weight.size(0)));
+  }
+  if (!node) return out;
+  node->save(wide);
+  node->save(weight);
+  node->kept_eight = made.kept.transposed.defined();
+  node->kept = !node->kept_eight && options.keep && weight.requires_grad();
+  if (node->kept_eight) {
+    node->save(made.kept.transposed);
+    node->save(made.kept.inverse);
+  } else if (node->kept) {
+    node->save(active);
+  }
+  node->take(options, made.in_fp8);
+  node->activation = activation;
+  node->with_residual = options.residual.defined();
+  node->known = known;
+  torch::autograd::set_history(out, node);
+  return out;
+}
+
+}  // namespace bonfire

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+
+#include "bonfire/base/api.h"
+#include "bonfire/kernels/activation.h"
+#include "bonfire/kernels/norm.h"
+#include "bonfire/kernels/product.h"
+
+// Products with what comes before them, as one node of autograd's graph each. What the product reads is not kept for
+// backward, unless asked for: it is made again there, in a pass that reads its input anyway.
+namespace bonfire {
+
+// What the reader of a product's result learns about its gradient on the way: its sums over rows, which are the gradient of
+// the product's bias. One object for one forward.
+struct KnownSums {
+  at::Tensor gradient;
+  at::Tensor sums;
+};
+
+struct NormWeights {
+  at::Tensor weight;
+  at::Tensor bias{};  // undefined: RMSNorm
+  NormOptions options{};
+};
+
+struct NormedLinear {
+  at::Tensor out;     // norm(x) weight^T + bias
+  at::Tensor stream;  // x, to go on with beside it
+};
+// `options` has no residual.
+BONFIRE_API NormedLinear normed_linear(const at::Tensor& x, const NormWeights& norm, const at::Tensor& weight,
+                                       const LinearOptions& options, const std::shared_ptr<KnownSums>& known = {});
+
+// activation(wide) weight^T + bias + residual, where `wide` comes out of normed_linear or any other function. Where `known`
+// is given it is filled in backward.
+BONFIRE_API at::Tensor activated_linear(const at::Tensor& wide, Activation activation, const at::Tensor& weight,
+                                        const LinearOptions& options, const std::shared_ptr<KnownSums>& known = {});
+
+}  // namespace bonfire

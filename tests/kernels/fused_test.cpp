@@ -1,0 +1,36 @@
+#include <gtest/gtest.h>
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+
+#include "tests/support/fused_cases.h"
+
+namespace bonfire {
+namespace {
+
+class FusedProducts : public ::testing::TestWithParam<at::ScalarType> {
+ protected:
+  void SetUp() override {
+    at::manual_seed(5);
+    at::set_num_threads(1);
+  }
+  static bonfire::testing::KernelCheck check() { return {.type = GetParam()}; }
+};
+INSTANTIATE_TEST_SUITE_P(Types, FusedProducts, ::testing::Values(at::kDouble, at::kFloat, at::kBFloat16, at::kHalf),
+                         [](const auto& info) { return std::string(c10::toString(info.param)); });
+
+TEST_P(FusedProducts, FollowDoublePrecision) { bonfire::testing::expect_fused_products_follow(check()); }
+TEST_P(FusedProducts, EqualTheirParts) { bonfire::testing::expect_fused_products_equal_their_parts(check()); }
+TEST_P(FusedProducts, FreezingChangesNothingElse) { bonfire::testing::expect_freezing_changes_nothing_else(check()); }
+
+TEST(Fp8, QuantizedIsNear) {
+  at::manual_seed(5);
+  bonfire::testing::expect_quantized_near({.type = at::kBFloat16});
+}
+TEST(Fp8, ProductsAreNear) {
+  at::manual_seed(5);
+  bonfire::testing::expect_fp8_products_near({.type = at::kBFloat16});
+}
+
+}  // namespace
+}  // namespace bonfire
