@@ -46,10 +46,15 @@ LoaderOptions loader_options(const Config& config, const Mesh& mesh, c10::Device
 }  // namespace
 
 void require_precision(const Config& config, const GpuInfo& gpu) {
-  if (config.train.precision != "bf16" || gpu.major >= 8) return;
-  fail_key(config, "train.precision",
-           fmt::format("{} has compute capability {}.{}, bf16 needs 8.0; allowed on it: fp32 | fp16", gpu.name, gpu.major,
-                       gpu.minor));
+  const int capability = 10 * gpu.major + gpu.minor;
+  const auto needs = [&](int least, const char* allowed) {
+    if (capability >= least) return;
+    fail_key(config, "train.precision",
+             fmt::format("{} has compute capability {}.{}, {} needs {}.{}; allowed on it: {}", gpu.name, gpu.major,
+                         gpu.minor, config.train.precision, least / 10, least % 10, allowed));
+  };
+  if (config.train.precision == "bf16") needs(80, "fp32 | fp16");
+  if (config.train.precision == "fp8") needs(89, capability >= 80 ? "fp32 | bf16 | fp16" : "fp32 | fp16");
 }
 
 c10::Device device_of(const Config& config, int local_rank) {

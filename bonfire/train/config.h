@@ -67,11 +67,14 @@ struct BONFIRE_API Config {
     std::int64_t batch = 8;
     std::int64_t microbatch = 0;
     std::string precision = "fp32";
+    std::string fp8_scaling = "delayed";
+    std::string fp8_scales = "tensor";
     std::string gradient_precision = "fp32";
     std::string reduction_precision = "gradient";
     std::string output_precision = "model";
     std::string buffer_precision = "model";
     std::vector<std::string> keep_fp32;
+    std::string keep_for_backward = "least";
     std::vector<std::string> freeze;
     std::string start = "check";
     double clip = 1.0;

@@ -204,12 +204,13 @@ void check_pipeline(const Config& config) {
 
 void check_precision(const Config& config) {
   const auto& train = config.train;
-  if (train.gradient_precision != "fp32" && train.gradient_precision != train.precision) {
+  const std::string made = train.precision == "fp8" ? "bf16" : train.precision;
+  if (train.gradient_precision != "fp32" && train.gradient_precision != made) {
     fail_key(config, "train.gradient_precision",
              train.precision == "fp32"
                  ? "gradients are made in train.precision = \"fp32\"; allowed with it: fp32"
                  : fmt::format("gradients are made in train.precision = \"{}\"; allowed with it: fp32 | {}", train.precision,
-                               train.precision));
+                               made));
   }
   if (train.reduction_precision != "gradient" && config.layout.compression != "none") {
     fail_key(config, "train.reduction_precision",

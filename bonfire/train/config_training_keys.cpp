@@ -19,9 +19,21 @@ std::vector<ConfigKey> training_keys() {
        .range = {.at_least = 0, .at_most = 1e9}},
       {.name = "train.precision",
        .field = BONFIRE_FIELD(train.precision),
-       .help = "What the model computes in. `bf16` and `fp16` keep fp32 master weights; `fp16` scales the loss.",
-       .choices = {"fp32", "bf16", "fp16"},
-       .later = "fp8 arithmetic"},
+       .help = "What the model computes in. All but `fp32` keep fp32 master weights; `fp16` scales the loss; `fp8` is "
+               "`bf16` with the products of the blocks in fp8.",
+       .choices = {"fp32", "bf16", "fp16", "fp8"}},
+      {.name = "train.fp8_scaling",
+       .field = BONFIRE_FIELD(train.fp8_scaling),
+       .help = "What fills the range of fp8: the largest magnitude of the `current` call, or of the last ones (`delayed`).",
+       .choices = {"delayed", "current"},
+       .where_key = "train.precision",
+       .where_values = {"fp8"}},
+      {.name = "train.fp8_scales",
+       .field = BONFIRE_FIELD(train.fp8_scales),
+       .help = "One scale for a `tensor`, or one for each `row`; gradients of weights are then made in bf16.",
+       .choices = {"tensor", "row"},
+       .where_key = "train.precision",
+       .where_values = {"fp8"}},
       {.name = "train.gradient_precision",
        .field = BONFIRE_FIELD(train.gradient_precision),
        .help = "What gradients are kept in until the update: `fp32`, or as `precision` makes them, which saves memory and "
@@ -46,7 +58,12 @@ std::vector<ConfigKey> training_keys() {
                "such as "
                "`attention_norm` or the beginnings of them.",
        .where_key = "train.precision",
-       .where_values = {"bf16", "fp16"}},
+       .where_values = {"bf16", "fp16", "fp8"}},
+      {.name = "train.keep_for_backward",
+       .field = BONFIRE_FIELD(train.keep_for_backward),
+       .help = "What forward keeps of what backward can cheaply make again: `least`, nothing of it; `activations` of the "
+               "feed-forward parts; `all`, norms too. More is faster by a percent or so, and takes memory.",
+       .choices = {"least", "activations", "all"}},
       {.name = "train.freeze",
        .field = BONFIRE_FIELD(train.freeze),
        .help = "Parameters that are not trained, by their names or the beginnings of them: `embedding`, `blocks.0`, "

@@ -3,6 +3,7 @@
 #include <utility>
 #include <variant>
 
+#include "bonfire/models/precision.h"
 #include "bonfire/shard/share.h"
 #include "bonfire/train/predict.h"
 #include "bonfire/train/selection.h"
@@ -73,6 +74,14 @@ ShardOptions engine_options(const Config& config, const Log& log) {
   precision.scaled_loss = config.train.precision == "fp16";
   options.wrapping = wrapping_of(config);
   return options;
+}
+
+void prepare_blocks(Model& model, const Config& config) {
+  keep_for_backward(model, kept_of(config));
+  const auto& train = config.train;
+  if (train.precision != "fp8") return;
+  use_fp8(model, {.scaling = train.fp8_scaling == "current" ? Fp8Scaling::current : Fp8Scaling::delayed,
+                  .scales = train.fp8_scales == "row" ? Fp8Scales::row : Fp8Scales::tensor});
 }
 
 std::unique_ptr<Optimizer> make_optimizer(Engine& engine, const Config& config) {

@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "bonfire/base/log.h"
+#include "bonfire/models/model.h"
 #include "bonfire/optim/optimizer.h"
 #include "bonfire/shard/engine.h"
 #include "bonfire/train/config.h"
@@ -11,6 +12,8 @@
 namespace bonfire {
 
 ShardOptions engine_options(const Config& config, const Log& log);
+// Tells a model, or a part of one, what its blocks multiply in (train.precision) and keep (train.keep_for_backward).
+void prepare_blocks(Model& model, const Config& config);
 std::unique_ptr<Optimizer> make_optimizer(Engine& engine, const Config& config);
 
 }  // namespace bonfire

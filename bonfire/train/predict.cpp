@@ -55,7 +55,8 @@ plan::DataParallel data_parallel_of(const Config& config) {
           .backward_prefetch = layout.backward_prefetch == "after" ? plan::BackwardPrefetch::after_reduction
                                                                    : plan::BackwardPrefetch::before_reduction,
           .offload = plan::offload_of(layout.offload),
-          .compute = plan::dtype_of(train.precision),
+          // Between products in fp8 everything is bf16.
+          .compute = train.precision == "fp8" ? plan::Dtype::bf16 : plan::dtype_of(train.precision),
           .gradient = gradient,
           .reduction = reduction,
           .keep = kept_in_fp32(config),

@@ -174,6 +174,11 @@ bool names_parameter(std::string_view pattern, std::string_view name) {
   }
 }
 
+plan::Kept kept_of(const Config& config) {
+  const auto& word = config.train.keep_for_backward;
+  return word == "all" ? plan::Kept::all : word == "activations" ? plan::Kept::activations : plan::Kept::least;
+}
+
 plan::ModelDescription model_of(const Config& config) {
   auto model = plan::describe(config.model.spec);
   const auto& frozen = config.train.freeze;
@@ -182,6 +187,7 @@ plan::ModelDescription model_of(const Config& config) {
       if (is_ignored(config, unit, parameter) ||
           std::any_of(frozen.begin(), frozen.end(), [&](const auto& one) { return is_named(one, unit, parameter); }))
         parameter.trained = false;
+  plan::keep_for_backward(model, kept_of(config));
   return model;
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bonfire/base/api.h"
+#include "bonfire/plan/activations.h"
 #include "bonfire/plan/model.h"
 #include "bonfire/train/config.h"
 
@@ -18,7 +19,10 @@ namespace bonfire {
 // dots: "blocks.*.attention" names "blocks.3.attention.qkv.weight".
 BONFIRE_API bool names_parameter(std::string_view pattern, std::string_view name);
 
-// The model, with what train.freeze and layout.ignore leave untrained.
+// train.keep_for_backward.
+BONFIRE_API plan::Kept kept_of(const Config& config);
+
+// The model, with what train.freeze and layout.ignore leave untrained and train.keep_for_backward keeps.
 BONFIRE_API plan::ModelDescription model_of(const Config& config);
 
 // The same as layout.wrap and layout.wrap_types cut it: what does not stay together in a buffer of its own belongs to the

@@ -52,8 +52,9 @@ Chain chain_of(const Config& config, const World& world) {
   Chain chain = units_of(model);
   const BuildOptions build{.seed = static_cast<std::uint64_t>(config.train.seed), .device = world.device()};
   const bool faulty = config.fault.nan_rank == world.rank();
-  chain.build = [model, build, faulty, nan_step = config.fault.nan_step](UnitRange units) {
+  chain.build = [model, build, faulty, config, nan_step = config.fault.nan_step](UnitRange units) {
     auto part = build_model(plan::part_of(model, units.begin, units.end), build);
+    prepare_blocks(*part, config);
     return StageModule{part, [part, faulty, nan_step](Tensors values, const Microbatch& microbatch) {
                          part->set_dropout(microbatch.step, microbatch.first_sample);
                          auto out = part->forward(values[0], part->head() ? microbatch.target[0] : at::Tensor());

@@ -18,7 +18,10 @@ namespace {
 std::shared_ptr<Model> make_model(const World& world, const Config& config, const Mesh& mesh) {
   std::optional<Build> scope;
   if (config.layout.ignore.empty()) scope.emplace(mesh, engine_options(config, world.log()));
-  return build_model(model_of(config), {.seed = static_cast<std::uint64_t>(config.train.seed), .device = world.device()});
+  auto model =
+      build_model(model_of(config), {.seed = static_cast<std::uint64_t>(config.train.seed), .device = world.device()});
+  prepare_blocks(*model, config);
+  return model;
 }
 
 }  // namespace

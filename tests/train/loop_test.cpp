@@ -89,6 +89,28 @@ TEST_F(Loop, TheMemoryIsWhatWasPredicted) {
   }
 }
 
+TEST_F(Loop, WhatIsKeptForBackwardCostsWhatWasPredictedAndChangesNoLoss) {
+  for (const char* model : {"llama", "gpt2", "mlp"}) {
+    std::vector<std::string> size = {"model.dim=64", "model.vocab=512", "data.sequence=64"};
+    if (model == std::string("mlp")) size = {"model.dim=256", "train.batch=256"};
+    const auto least = run(model, 1, size);
+    auto held = static_cast<double>(least.report.peak_memory_bytes);
+    for (const char* kept : {"activations", "all"}) {
+      auto overrides = size;
+      overrides.push_back(std::string("train.keep_for_backward=") + kept);
+      const auto outcome = run(model, 1, overrides);
+      const auto predicted = static_cast<double>(outcome.report.predicted_memory_bytes),
+                 measured = static_cast<double>(outcome.report.peak_memory_bytes);
+      EXPECT_NEAR(predicted, measured, 0.02 * predicted) << model << ", " << kept;
+      if (model != std::string("mlp")) EXPECT_GT(measured, held) << model << ", " << kept;
+      held = measured;
+      ASSERT_EQ(outcome.losses().size(), least.losses().size());
+      for (std::size_t i = 0; i < least.losses().size(); ++i)
+        EXPECT_NEAR(outcome.losses()[i], least.losses()[i], 1e-5 * least.losses()[i]) << model << ", " << kept;
+    }
+  }
+}
+
 TEST_F(Loop, EvaluationDoesNotDependOnTheLayoutNorDisturbTraining) {
   const std::vector<std::string> often = {"train.eval_every=1", "train.eval_batches=3"};
   const auto one = run("gpt2", 1, often), three = run("gpt2", 3, often), none = run("gpt2", 1);
@@ -102,7 +124,7 @@ TEST_F(Loop, EvaluationDoesNotDependOnTheLayoutNorDisturbTraining) {
 
 TEST_F(Loop, LowerPrecisionsTrainOnTheCpu) {
   const auto expected = run("llama", 2).losses();
-  for (const char* precision : {"bf16", "fp16"}) {
+  for (const char* precision : {"bf16", "fp16", "fp8"}) {
     const auto outcome = run("llama", 2, {std::string("train.precision=") + precision});
     ASSERT_EQ(outcome.metrics.size(), 4u) << outcome.error;
     for (std::size_t i = 0; i < 4; ++i) EXPECT_NEAR(outcome.losses()[i], expected[i], 0.02 * expected[i]) << precision;

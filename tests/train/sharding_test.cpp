@@ -143,8 +143,12 @@ TEST_F(Loop, WhatIsIgnoredIsNotTrained) {
   const auto frozen = run("gpt2", 1, {"train.freeze=[\"blocks.0\"]"}),
              ignored = run("gpt2", 1, {"layout.ignore=[\"blocks.0\"]"});
   EXPECT_EQ(ignored.losses(), frozen.losses());
+  EXPECT_NEAR(ignored.report.predicted_memory_bytes, ignored.report.peak_memory_bytes,
+              0.05 * ignored.report.peak_memory_bytes);
+  // The meter counts both ranks, which need not be at their peaks at once.
   const auto half = run("gpt2", 2, {"layout.shard=2", "layout.ignore=[\"blocks.0\"]"});
-  EXPECT_NEAR(half.report.predicted_memory_bytes, half.report.peak_memory_bytes / 2, 0.05 * half.report.peak_memory_bytes);
+  EXPECT_LE(half.report.peak_memory_bytes, 2.1 * half.report.predicted_memory_bytes);
+  EXPECT_GE(half.report.peak_memory_bytes, half.report.predicted_memory_bytes);
 }
 
 // A group has the settings that a whole run could have.
