@@ -163,6 +163,7 @@ Pipeline::State::State(const Mesh& on, Chain given, PipelineOptions asked)
   }
   links = std::make_unique<Links>(mesh, table, device);
   training = std::make_unique<Executor>(table, mesh.coordinate(Axis::pipeline), stages, *links, ties);
+  if (options.example) agree(*std::exchange(options.example, std::nullopt));
 }
 
 std::string Pipeline::State::probe(int number, const Crossing& incoming, Tensors& values, const Microbatch& microbatch) {

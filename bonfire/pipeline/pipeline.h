@@ -3,6 +3,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,9 @@ struct PipelineOptions {
   int receive_ahead = 1;                // computations that a receive is issued before it is needed
   int resident = 2;                     // stages of a rank that are gathered at once, where parameters are sharded
   ShardOptions shard{};                 // of every stage, over the data-parallel ranks that share it
+  // A microbatch such as will come, whatever is in it. With it the stages agree on what crosses the cuts when the pipeline
+  // is made, and what cannot be is refused there; without it, in the first step.
+  std::optional<Microbatch> example{};
 };
 
 // The table that a pipeline with these options runs on `data` ranks per stage of which `shard` share its state. Throws
@@ -44,7 +48,8 @@ struct PipelineReport {
 // a schedule drives them all.
 class BONFIRE_API Pipeline {
  public:
-  // Builds this rank's stages and connects it with its neighbours. Collective over the mesh.
+  // Builds this rank's stages and connects it with its neighbours. Throws ConfigError, the same on all ranks, where the
+  // model or the schedule cannot be had. Collective over the mesh.
   Pipeline(const Mesh& mesh, Chain chain, PipelineOptions options);
   ~Pipeline();
   Pipeline(Pipeline&&) noexcept;
@@ -56,7 +61,8 @@ class BONFIRE_API Pipeline {
     CellObserver observe{};
   };
   // Runs the table: afterwards the gradients in the engines are those of the mean loss over all samples, averaged over the
-  // data-parallel ranks. The first step agrees on what crosses the cuts. Microbatches may differ in size. Collective.
+  // data-parallel ranks. The first step agrees on what crosses the cuts, where no
+  // example has. Microbatches may differ in size. Collective.
   PipelineReport step(const std::vector<Microbatch>& microbatches, const StepOptions& options);
   PipelineReport step(const std::vector<Microbatch>& microbatches) { return step(microbatches, {}); }
   // Forwards alone, of any number of microbatches. Collective.

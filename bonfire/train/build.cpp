@@ -15,8 +15,8 @@ MeshShape mesh_shape(const Config::Layout& layout) {
           .tensor = static_cast<int>(layout.tensor)};
 }
 
-std::unique_ptr<Trainee> make_trainee(const World& world, const Config& config, const Mesh& mesh) {
-  if (config.layout.pipeline > 1) return std::make_unique<StagedModel>(world, config, mesh);
+std::unique_ptr<Trainee> make_trainee(const World& world, const Config& config, const Mesh& mesh, const RunData& data) {
+  if (config.layout.pipeline > 1) return std::make_unique<StagedModel>(world, config, mesh, *data.train);
   return std::make_unique<WholeModel>(world, config, mesh);
 }
 
@@ -74,7 +74,7 @@ Run::Run(const World& a_world, const Config& a_config)
       // The one who started the ranks, or the first of each machine, has read all tokens.
       data(open_data(config, TokenCheck::none)),
       mesh(world.mesh(mesh_shape(config.layout))),
-      trainee(make_trainee(world, config, mesh)),
+      trainee(make_trainee(world, config, mesh, data)),
       scaler(make_scaler(config)),
       learning_rate(learning_rate_of(config)),
       loader(data.train, loader_options(config, mesh, world.device())) {

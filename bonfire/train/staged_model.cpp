@@ -8,6 +8,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <fmt/ranges.h>
 
 #include "bonfire/base/error.h"
@@ -43,6 +44,16 @@ std::vector<Microbatch> to_microbatches(const std::vector<Batch>& batches, const
     list.push_back({.input = {batch.input.to(world.device(), batch.input.scalar_type(), /*non_blocking=*/true)},
                     .target = {batch.target.to(world.device(), batch.target.scalar_type(), /*non_blocking=*/true)}});
   return list;
+}
+
+// A microbatch of samples of zeros: tokens, classes and numbers that every model takes.
+Microbatch example_of(const Config& config, const Source& source, const World& world) {
+  const auto zeros = [&](const SampleField& field) {
+    auto sizes = field.sizes;
+    sizes.insert(sizes.begin(), config.train.microbatch);
+    return at::zeros(sizes, at::TensorOptions(field.dtype).device(world.device()));
+  };
+  return {.input = {zeros(source.input())}, .target = {zeros(source.target())}};
 }
 
 }  // namespace
@@ -96,10 +107,11 @@ schedule::Schedule table_of(const Config& config) {
                         {static_cast<int>(config.layout.replicate), static_cast<int>(config.layout.shard)});
 }
 
-StagedModel::StagedModel(const World& world, const Config& config, const Mesh& mesh)
+StagedModel::StagedModel(const World& world, const Config& config, const Mesh& mesh, const Source& source)
     : world_(world), pipeline_([&] {
         auto options = options_of(config);
         options.shard = engine_options(config, world.log());
+        options.example = example_of(config, source, world);
         return Pipeline(mesh, chain_of(config, world), std::move(options));
       }()) {
   std::map<const Engine*, int> stage_of;

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "bonfire/comm/world.h"
+#include "bonfire/data/source.h"
 #include "bonfire/pipeline/pipeline.h"
 #include "bonfire/train/config.h"
 #include "bonfire/train/trainee.h"
@@ -21,8 +22,8 @@ BONFIRE_API schedule::Schedule table_of(const Config& config);
 // Every rank has stages of the model, which a schedule drives.
 class BONFIRE_API StagedModel final : public Trainee {
  public:
-  // Collective.
-  StagedModel(const World& world, const Config& config, const Mesh& mesh);
+  // `source`: samples such as will come. Collective.
+  StagedModel(const World& world, const Config& config, const Mesh& mesh, const Source& source);
 
   at::Tensor forward_backward(const std::vector<Batch>& microbatches, const Pass& pass) override;
   StepResult update(const StepOptions& options) override;

@@ -38,14 +38,15 @@ std::vector<int> chunks_of(const std::string& name) {
 
 class PipelineParity : public ::testing::TestWithParam<int> {};
 
-// Tied weights are on the first and the last stage. Microbatches whose number does not divide the samples differ in size.
+// Tied weights are on the first and the last stage; skip_test.cpp has all numbers of microbatches. Microbatches whose number
+// does not divide the samples differ in size.
 TEST_P(PipelineParity, EverySchedule) {
   const PipelineRun alone{.spec = model("gpt2", 6), .steps = 2};
   const auto plain = testing::train_plainly(alone);
   run_ranks(GetParam(), [&](World& world) {
     for (const auto& name : schedule::schedule_names())
       for (const int chunks : chunks_of(name))
-        for (const int microbatches : {1, 2, 3, 4, 8, 16}) {
+        for (const int microbatches : {1, 4, 7, 16}) {
           if (name == "interleaved" && microbatches % world.size() != 0) continue;
           auto run = alone;
           run.shape = {.pipeline = world.size()};
@@ -107,8 +108,7 @@ const std::vector<Sharded> zero{Sharded::optimizer, Sharded::gradients, Sharded:
 INSTANTIATE_TEST_SUITE_P(Layouts, PipelineComposition,
                          ::testing::Values(Composition{{.pipeline = 2, .shard = 2}, zero},
                                            Composition{{.pipeline = 2, .replicate = 2}, {Sharded::none}},
-                                           Composition{{.pipeline = 4, .shard = 2},
-                                                       {Sharded::gradients, Sharded::parameters}},
+                                           Composition{{.pipeline = 4, .shard = 2}, zero},
                                            Composition{{.pipeline = 2, .replicate = 2, .shard = 2}, zero}),
                          [](const auto& info) {
                            const auto& shape = info.param.shape;
