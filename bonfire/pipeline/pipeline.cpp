@@ -5,12 +5,12 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/pipeline/executor.h"
+#include "bonfire/pipeline/hear.h"
 #include "bonfire/pipeline/links.h"
 #include "bonfire/pipeline/stage.h"
 #include "bonfire/pipeline/tied.h"
@@ -48,19 +48,6 @@ bool splits_backward(const schedule::Schedule& table) {
     for (const auto& action : row)
       if (action.kind == schedule::Kind::input_gradient) return true;
   return false;
-}
-
-// Everybody hears what `root` says. Collective.
-std::string hear(const Group& group, const std::string& said, int root, at::Device device) {
-  auto length = at::tensor({static_cast<std::int64_t>(said.size())}, at::kLong).to(device);
-  group.broadcast(length, root).wait();
-  auto text = at::zeros({length.item<std::int64_t>()}, at::kByte);
-  if (group.rank() == root) std::copy(said.begin(), said.end(), text.data_ptr<std::uint8_t>());
-  if (text.numel() == 0) return {};
-  text = text.to(device);
-  group.broadcast(text, root).wait();
-  const auto here = text.cpu();
-  return {here.data_ptr<std::uint8_t>(), here.data_ptr<std::uint8_t>() + here.numel()};
 }
 
 // What a stage found out in its probe, as words.

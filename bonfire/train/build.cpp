@@ -15,8 +15,12 @@ MeshShape mesh_shape(const Config::Layout& layout) {
           .tensor = static_cast<int>(layout.tensor)};
 }
 
-std::unique_ptr<Trainee> make_trainee(const World& world, const Config& config, const Mesh& mesh, const RunData& data) {
-  if (config.layout.pipeline > 1) return std::make_unique<StagedModel>(world, config, mesh, *data.train);
+// What is settled on the way is put into the configuration.
+std::unique_ptr<Trainee> make_trainee(const World& world, Config& config, const Mesh& mesh, const RunData& data) {
+  if (config.layout.pipeline > 1) {
+    settle_stages(config, world, mesh, *data.train);
+    return std::make_unique<StagedModel>(world, config, mesh, *data.train);
+  }
   return std::make_unique<WholeModel>(world, config, mesh);
 }
 

@@ -116,6 +116,13 @@ class Assignment {
       read(field.emplace<std::int64_t>(), value);
   }
 
+  void read(WordOrCounts& field, const TomlValue& value) {
+    if (std::holds_alternative<std::string>(value.is))
+      read(field.emplace<std::string>(), value);
+    else
+      read(field.emplace<std::vector<std::int64_t>>(), value);
+  }
+
   void read(std::vector<OptimizerGroup>& field, const TomlValue& value) {
     const auto* list = std::get_if<TomlArray>(&value.is);
     if (!list) refuse(value, "is " + kind_of(value));

@@ -22,6 +22,8 @@ struct Bytes {
 using SwitchOrNumber = std::variant<bool, std::int64_t>;
 // One of a key's words, or how many.
 using WordOrNumber = std::variant<std::string, std::int64_t>;
+// A word, or how many of each.
+using WordOrCounts = std::variant<std::string, std::vector<std::int64_t>>;
 
 // Parameters with settings of their own.
 struct OptimizerGroup {
@@ -114,6 +116,7 @@ struct BONFIRE_API Config {
     std::int64_t tensor = 1;
     std::string schedule = "1f1b";
     std::int64_t chunks = 0;
+    WordOrCounts stages = "count";
     std::string sharded = "parameters";
     SwitchOrNumber reshard_after_forward = true;
     std::int64_t prefetch = 2;

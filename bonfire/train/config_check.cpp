@@ -180,9 +180,11 @@ void check_pipeline(const Config& config) {
   const auto& layout = config.layout;
   const Config::Layout plain;
   if (layout.pipeline == 1) {
-    const auto* const key = layout.schedule != plain.schedule ? "layout.schedule" : "layout.chunks";
-    if (layout.schedule != plain.schedule || layout.chunks != plain.chunks)
-      fail_key(config, key, "there is no pipeline; allowed with: layout.pipeline of 2 or more");
+    const std::pair<const char*, bool> of_pipelines[] = {{"layout.schedule", layout.schedule != plain.schedule},
+                                                         {"layout.chunks", layout.chunks != plain.chunks},
+                                                         {"layout.stages", layout.stages != plain.stages}};
+    for (const auto& [key, asked] : of_pipelines)
+      if (asked) fail_key(config, key, "there is no pipeline; allowed with: layout.pipeline of 2 or more");
     return;
   }
   const std::pair<const char*, bool> by_seams[] = {
@@ -195,11 +197,22 @@ void check_pipeline(const Config& config) {
   for (const auto& [key, asked] : by_seams)
     if (asked)
       fail_key(config, key, "the schedule of a pipeline says when stages are gathered; allowed with: layout.pipeline = 1");
-  try {
-    table_of(config);
-  } catch (const ConfigError& error) {
-    fail_key(config, config.given("layout.schedule") ? "layout.schedule" : "layout.pipeline", error.what());
-  }
+  const auto blame = [&](const char* key, const auto& check) {
+    try {
+      check();
+    } catch (const ConfigError& error) {
+      fail_key(config, key, error.what());
+    }
+  };
+  const char* const table_key = config.given("layout.schedule") ? "layout.schedule" : "layout.pipeline";
+  int stages = 0;
+  blame(table_key, [&] {
+    stages = schedule_of(config).stages;
+    // Whatever the cut, each has a Unit.
+    split_evenly(static_cast<int>(plan::chain_of(model_of(config)).size()), stages);
+  });
+  blame("layout.stages", [&] { stages_of(config, stages); });
+  blame(table_key, [&] { table_of(config); });
 }
 
 void check_precision(const Config& config) {

@@ -16,7 +16,7 @@ using ConfigField =
     std::variant<bool& (*)(Config&), std::int64_t& (*)(Config&), double& (*)(Config&), std::string& (*)(Config&),
                  std::vector<std::string>& (*)(Config&), std::vector<std::int64_t>& (*)(Config&),
                  std::array<double, 2>& (*)(Config&), Bytes& (*)(Config&), SwitchOrNumber& (*)(Config&),
-                 WordOrNumber& (*)(Config&), std::vector<OptimizerGroup>& (*)(Config&)>;
+                 WordOrNumber& (*)(Config&), WordOrCounts& (*)(Config&), std::vector<OptimizerGroup>& (*)(Config&)>;
 #define BONFIRE_FIELD(member) (+[](Config& config) -> decltype(auto) { return (config.member); })
 
 // Limits of a number; for a list, of each of its numbers.

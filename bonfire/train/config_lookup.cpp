@@ -43,8 +43,10 @@ std::string allowed_text(const ConfigKey& key) {
                                           "bytes, as a number or a text such as \"2GiB\"",
                                           "true | false | an integer",
                                           "an integer",
+                                          "a list of integers",
                                           "tables of match (names), lr and weight_decay (numbers)"};
-  const bool or_number = std::holds_alternative<WordOrNumber& (*)(Config&)>(key.field);
+  const bool or_number = std::holds_alternative<WordOrNumber& (*)(Config&)>(key.field) ||
+                         std::holds_alternative<WordOrCounts& (*)(Config&)>(key.field);
   std::string text;
   for (const auto& choice : key.choices) text += (text.empty() ? "" : " | ") + (choice.empty() ? "\"\"" : choice);
   if (std::holds_alternative<std::vector<std::string>& (*)(Config&)>(key.field) && !text.empty()) return "a list of " + text;
@@ -123,7 +125,6 @@ const std::vector<LaterKey>& later_keys() {
       {"model.from", "importing Hugging Face folders"},
       {"layout.sequence_parallel", "tensor parallelism"},
       {"layout.recompute_every", "recomputation"},
-      {"layout.stages", "PipeDream"},
       {"layout.server", "the parameter server"},
       {"checkpoint.every", "checkpoints"},
       {"checkpoint.keep", "checkpoints"},

@@ -219,6 +219,14 @@ std::vector<ConfigKey> training_keys() {
        .field = BONFIRE_FIELD(layout.chunks),
        .help = "Stages of each rank of a pipeline. 0: as the schedule has it, 2 for interleaved and zb-v, 1 for others.",
        .range = {.at_least = 0, .at_most = 1e4}},
+      {.name = "layout.stages",
+       .field = BONFIRE_FIELD(layout.stages),
+       .help =
+           "How the model's Units (embedding, blocks, head) are cut into the stages of a pipeline: evenly by `count`, such "
+           "that the slowest stage is as fast as can be by the time that a forward and a backward of each Unit take, "
+           "`measured` when the run starts, or as many Units for each stage as the list says.",
+       .choices = {"count", "measured"},
+       .range = {.at_least = 1, .at_most = 1e5}},
       {.name = "layout.sharded",
        .field = BONFIRE_FIELD(layout.sharded),
        .help = "What is sharded where `shard` is more than 1: the optimizer's state (ZeRO-1), gradients too (ZeRO-2), "

@@ -86,7 +86,7 @@ plan::Memory predict_pipeline(const Config& config) {
   const auto table = table_of(config);
   auto layout = data_parallel_of(config);
   const auto options = memory_options_of(config);
-  const auto ranges = split_evenly(static_cast<int>(plan::chain_of(model).size()), table.stages);
+  const auto ranges = stages_of(config, table.stages);
   const auto live = schedule::peak_activations(table);
   const schedule::Index index(table);
   plan::Memory most;

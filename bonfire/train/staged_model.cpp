@@ -13,6 +13,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/models/model.h"
+#include "bonfire/pipeline/unit_costs.h"
 #include "bonfire/schedule/generate.h"
 #include "bonfire/schedule/text.h"
 #include "bonfire/train/engine_options.h"
@@ -26,7 +27,9 @@ int microbatches_of(const Config& config) {
 }
 
 PipelineOptions options_of(const Config& config) {
-  return {.schedule = schedule_of(config), .schedule_name = config.layout.schedule};
+  PipelineOptions options{.schedule = schedule_of(config), .schedule_name = config.layout.schedule};
+  options.stages = stages_of(config, options.schedule.stages);
+  return options;
 }
 
 Chain units_of(const plan::ModelDescription& model) {
@@ -56,12 +59,21 @@ Microbatch example_of(const Config& config, const Source& source, const World& w
   return {.input = {zeros(source.input())}, .target = {zeros(source.target())}};
 }
 
+BuildOptions build_options(const Config& config, const World& world) {
+  return {.seed = static_cast<std::uint64_t>(config.train.seed), .device = world.device()};
+}
+
+at::ScalarType compute_type(const Config& config) {
+  const auto type = plan::dtype_of(config.train.precision);
+  return type == plan::Dtype::bf16 ? at::kBFloat16 : type == plan::Dtype::fp16 ? at::kHalf : at::kFloat;
+}
+
 }  // namespace
 
 Chain chain_of(const Config& config, const World& world) {
   const auto model = model_of(config);
   Chain chain = units_of(model);
-  const BuildOptions build{.seed = static_cast<std::uint64_t>(config.train.seed), .device = world.device()};
+  const BuildOptions build = build_options(config, world);
   const bool faulty = config.fault.nan_rank == world.rank();
   chain.build = [model, build, faulty, config, nan_step = config.fault.nan_step](UnitRange units) {
     auto part = build_model(plan::part_of(model, units.begin, units.end), build);
@@ -98,6 +110,42 @@ schedule::Schedule schedule_of(const Config& config) {
   if (layout.chunks > 0 && layout.chunks * ranks != table.stages)
     fail_config("the table has {} stages on {} ranks, layout.chunks is {}", table.stages, ranks, layout.chunks);
   return table;
+}
+
+std::vector<UnitRange> stages_of(const Config& config, int stages) {
+  const int units = static_cast<int>(plan::chain_of(model_of(config)).size());
+  const auto* const counts = std::get_if<std::vector<std::int64_t>>(&config.layout.stages);
+  if (!counts) return split_evenly(units, stages);
+  if (static_cast<int>(counts->size()) != stages)
+    fail_config("{} stages are given, the schedule has {} (pipeline x chunks)", counts->size(), stages);
+  return split_as_told(units, {counts->begin(), counts->end()});
+}
+
+void settle_stages(Config& config, const World& world, const Mesh& mesh, const Source& source) {
+  if (config.layout.stages != WordOrCounts("measured")) return;
+  const auto model = model_of(config);
+  auto build = build_options(config, world);
+  build.dtype = compute_type(config);
+  Chain chain = units_of(model);
+  chain.build = [&](UnitRange units) {
+    auto part = build_model(plan::part_of(model, units.begin, units.end), build);
+    return StageModule{part, [part](Tensors values, const Microbatch& microbatch) {
+                         return Tensors{part->forward(values[0], part->head() ? microbatch.target[0] : at::Tensor())};
+                       }};
+  };
+  auto example = example_of(config, source, world);
+  for (auto& input : example.input)
+    if (input.is_floating_point()) input = input.to(build.dtype);
+  const auto costs = agreed_costs(mesh, chain, example);
+  auto& counts = config.layout.stages.emplace<std::vector<std::int64_t>>();
+  std::vector<std::string> words;
+  for (const auto& range : split_by_cost(costs, schedule_of(config).stages)) {
+    counts.push_back(range.count());
+    double sum = 0;
+    for (int unit = range.begin; unit < range.end; ++unit) sum += costs[static_cast<std::size_t>(unit)];
+    words.push_back(fmt::format("{} ({:.3g} ms)", range.count(), 1e3 * sum));
+  }
+  if (world.rank() == 0) world.log().info("stages: {} Units, by the measured time of a microbatch", fmt::join(words, ", "));
 }
 
 schedule::Schedule table_of(const Config& config) {

@@ -16,6 +16,10 @@ BONFIRE_API Chain chain_of(const Config& config, const World& world);
 // The table of layout.schedule, by its name or from its file: computations alone, or whatever the file has. Throws
 // ConfigError.
 BONFIRE_API schedule::Schedule schedule_of(const Config& config);
+// The cut of layout.stages; evenly where it is yet to be measured. Throws ConfigError. REQUIRES: the model is resolved.
+BONFIRE_API std::vector<UnitRange> stages_of(const Config& config, int stages);
+// Where layout.stages is to be measured: it is, and becomes the list of what came out. Collective.
+BONFIRE_API void settle_stages(Config& config, const World& world, const Mesh& mesh, const Source& source);
 // The table that runs. Throws ConfigError where there cannot be one. REQUIRES: the model and the batch are resolved.
 BONFIRE_API schedule::Schedule table_of(const Config& config);
 

@@ -1,4 +1,5 @@
 // Stages: how Units are cut into them, what crosses the cuts, and what is refused.
+#include <atomic>
 #include <functional>
 #include <string>
 
@@ -10,6 +11,7 @@
 #include <torch/nn/modules/batchnorm.h>
 
 #include "bonfire/pipeline/pipeline.h"
+#include "bonfire/pipeline/unit_costs.h"
 #include "bonfire/schedule/generate.h"
 #include "bonfire/schedule/text.h"
 #include "bonfire/schedule/validate.h"
@@ -53,6 +55,61 @@ TEST(Split, ByCostIsTheBestThereIs) {
         best = std::min(best, longest({{0, first}, {first, second}, {second, 8}}));
     EXPECT_EQ(longest(split_by_cost(costs, 3)), best);
   }
+}
+
+// Units whose passes take as long as they say, by a clock that only they move.
+struct Costly {
+  double forward, backward;
+};
+
+Chain costly_chain(const std::vector<Costly>& costs, std::shared_ptr<double> milliseconds) {
+  Chain chain;
+  for (std::size_t unit = 0; unit < costs.size(); ++unit) chain.units.push_back(fmt::format("unit{}", unit));
+  chain.build = [costs, milliseconds](UnitRange range) {
+    return StageModule{std::make_shared<torch::nn::Module>(), [=](Tensors values, const Microbatch&) {
+                         for (int unit = range.begin; unit < range.end; ++unit) {
+                           const auto& cost = costs[static_cast<std::size_t>(unit)];
+                           *milliseconds += cost.forward;
+                           if (unit == 0) values[0] = values[0].detach().set_requires_grad(true);
+                           values[0] = values[0] * 2;
+                           values[0].register_hook([=](const at::Tensor&) { *milliseconds += cost.backward; });
+                         }
+                         const bool last = range.end == static_cast<int>(costs.size());
+                         return last ? Tensors{values[0].sum()} : values;
+                       }};
+  };
+  return chain;
+}
+
+TEST(UnitCosts, AreForwardAndBackwardOfEachAndAllRanksHearThem) {
+  const std::vector<Costly> costs{{1, 2}, {1, 1}, {10, 30}, {1, 2}, {2, 2}};
+  const Microbatch example{.input = {numbers({2, width}, 0)}};
+  run_ranks(2, [&](World& world) {
+    // Other ranks' clocks stand still.
+    auto milliseconds = std::make_shared<double>(0);
+    const CostOptions options{.repeats = 2,
+                              .clock = [milliseconds] { return static_cast<Nanoseconds>(*milliseconds * 1e6); }};
+    const auto agreed = agreed_costs(world.mesh({.pipeline = 2}), costly_chain(costs, milliseconds), example, options);
+    ASSERT_EQ(agreed.size(), costs.size());
+    for (std::size_t unit = 0; unit < costs.size(); ++unit)
+      EXPECT_NEAR(agreed[unit], 1e-3 * (costs[unit].forward + costs[unit].backward), 1e-9) << "Unit " << unit;
+    EXPECT_EQ(*milliseconds > 0, world.rank() == 0);
+    EXPECT_EQ(split_by_cost(agreed, 3), (std::vector<UnitRange>{{0, 2}, {2, 3}, {3, 5}}));
+  });
+}
+
+TEST(UnitCosts, WhatFailsInMeasuringIsHeardByAll) {
+  auto chain = skip_chain(3);
+  chain.build = [](UnitRange) -> StageModule { fail("cannot be built"); };
+  std::atomic<int> heard = 0;
+  run_ranks(2, [&](World& world) {
+    try {
+      agreed_costs(world.mesh({.pipeline = 2}), chain, {.input = {numbers({2, width}, 0)}});
+    } catch (const Error& error) {
+      heard += std::string(error.what()) == "measuring the Units: cannot be built";
+    }
+  });
+  EXPECT_EQ(heard, 2);
 }
 
 // Every rank says the same, in one line.

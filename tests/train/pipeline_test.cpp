@@ -66,6 +66,21 @@ TEST_F(Pipelines, FrozenPartsAndDropoutToo) {
                        {"train.freeze=[\"embedding\", \"blocks.*.attention\"]", "model.dropout=0.1"});
 }
 
+TEST_F(Pipelines, StagesAsTold) {
+  expect_like_one_rank("gpt2", 2, {"layout.pipeline=2", "layout.stages=[1, 3]", "train.microbatch=12"});
+}
+
+// Whatever was measured, all ranks cut alike, and the run folder says how.
+TEST_F(Pipelines, StagesAsMeasured) {
+  expect_like_one_rank("gpt2", 2, {"layout.pipeline=2", "layout.stages=measured", "train.microbatch=12"});
+  const auto outcome = run("gpt2", 2, {"layout.pipeline=2", "layout.stages=measured", "train.microbatch=12"});
+  Config config = load_config(outcome.folder / "config.toml");
+  resolve(config, 2);
+  const auto counts = std::get<std::vector<std::int64_t>>(config.layout.stages);
+  ASSERT_EQ(counts.size(), 2u);
+  EXPECT_EQ(counts[0] + counts[1], 4);
+}
+
 // The cells of each rank, as they ran, are the computations of its row.
 TEST_F(Pipelines, TheTraceIsTheTable) {
   const Overrides layout{"layout.pipeline=2", "layout.schedule=zb-h1", "train.microbatch=12", "train.trace_steps=1"};
@@ -113,6 +128,17 @@ TEST(PipelineKeys, WhatCannotBeIsOneLineBeforeAnythingStarts) {
             "allowed: "
             "naive | gpipe | 1f1b | interleaved | zb-h1 | zb-h2 | zb-v | a file");
   EXPECT_NE(refusal({"layout.schedule=gpipe"}, 1).find("there is no pipeline"), std::string::npos);
+  EXPECT_NE(refusal({"layout.stages=measured"}, 1).find("layout.stages = \"measured\": there is no pipeline"),
+            std::string::npos);
+  EXPECT_EQ(refusal({"layout.pipeline=2", "layout.stages=[1, 2]"}, 2),
+            "--set layout.stages=[1, 2]: layout.stages = [1, 2]: stages of 1, 2 Units are 3 together; the model has 4");
+  EXPECT_EQ(refusal({"layout.pipeline=2", "layout.stages=[1, 2, 1]"}, 2),
+            "--set layout.stages=[1, 2, 1]: layout.stages = [1, 2, 1]: 3 stages are given, the schedule has 2 (pipeline x "
+            "chunks)");
+  EXPECT_NE(refusal({"layout.pipeline=2", "layout.stages=[0, 4]"}, 2).find("too small"), std::string::npos);
+  EXPECT_NE(refusal({"layout.pipeline=2", "layout.stages=even"}, 2).find("allowed: count | measured | a list of integers"),
+            std::string::npos)
+      << refusal({"layout.pipeline=2", "layout.stages=even"}, 2);
   EXPECT_NE(refusal({"layout.pipeline=2", "layout.wrap=all"}, 2).find("allowed with: layout.pipeline = 1"),
             std::string::npos);
 }
