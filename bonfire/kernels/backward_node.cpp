@@ -18,6 +18,7 @@ torch::autograd::variable_list BackwardNode::apply(torch::autograd::variable_lis
 
 void BackwardNode::release_variables() {
   for (auto& variable : saved_) variable.reset_data();
+  queue_.reset();
   released_ = true;
 }
 
@@ -29,6 +30,12 @@ void deliver(GradientSink& sink, const at::Tensor& gradient) {
   else
     buffer.add_(gradient.view(buffer.sizes()));
   sink.arrived();
+}
+
+at::Tensor parameter_gradient(const std::shared_ptr<GradientSink>& sink, const at::Tensor& gradient, at::ScalarType type) {
+  if (!sink) return gradient.to(type);
+  deliver(*sink, gradient);
+  return {};
 }
 
 }  // namespace bonfire

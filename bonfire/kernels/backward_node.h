@@ -7,6 +7,8 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include "bonfire/kernels/weight_queue.h"
+
 namespace bonfire {
 
 // A node of autograd's graph whose backward is written by hand. Lighter than torch::autograd::Function, and it may hold
@@ -18,7 +20,27 @@ class BackwardNode : public torch::autograd::Node {
 
   void save(const at::Tensor& tensor) { saved_.emplace_back(tensor, false); }
 
+  // Inputs that are parameters and whose gradients may be put off.
+  virtual std::vector<std::size_t> parameters() const { return {}; }
+  // The next backward puts them into the queue, whatever autograd asks for.
+  void put_off(std::shared_ptr<WeightQueue> queue) { queue_ = std::move(queue); }
+
  protected:
+  // Of one of parameters(): whether its gradient is to be made, now or later.
+  bool wants(std::size_t parameter) {
+    return queue_ ? next_edge(parameter).is_valid() : task_should_compute_output(parameter);
+  }
+  // Makes it now, or puts that off. `make` may not refer to this node.
+  template <class Make>
+  void give(torch::autograd::variable_list& out, std::size_t parameter, Make make) {
+    if (queue_)
+      queue_->push({this, next_edge(parameter), std::move(make)});
+    else
+      out[parameter] = make();
+  }
+  // A saved tensor for `make`: where that is put off, without the graph that it came from.
+  at::Tensor for_later(const at::Tensor& tensor) const { return queue_ ? tensor.tensor_data() : tensor; }
+
   // One gradient per input, undefined where none is wanted. `gradients` has one entry per output, undefined where nothing
   // arrived.
   virtual torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) = 0;
@@ -26,6 +48,7 @@ class BackwardNode : public torch::autograd::Node {
 
  private:
   std::vector<torch::autograd::SavedVariable> saved_;
+  std::shared_ptr<WeightQueue> queue_;
   bool released_ = false;
 };
 

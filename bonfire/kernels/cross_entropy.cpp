@@ -170,18 +170,19 @@ struct LinearCrossEntropyNode : BackwardNode {
   std::vector<std::int64_t> sizes;
   std::shared_ptr<GradientSink> sink;
 
+  std::vector<std::size_t> parameters() const override { return {1}; }
+
   torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
     const Tensor gradient = saved(0), scale = saved(1), x = saved(2), weight = saved(3);
     // The factor goes onto the narrow sides of the two products, never over the logits.
     const Tensor factor = factor_of(gradients[0], scale);
-    Tensor dx, d_weight;
-    if (task_should_compute_output(0)) {
-      dx = product(gradient, weight).mul_(factor).view(sizes);
-    }
-    if (task_should_compute_output(1))
-      d_weight =
-          weight_gradient(gradient, x.mul(factor).to(x.scalar_type()), {.sink = sink.get(), .type = weight.scalar_type()});
-    return {dx, d_weight};
+    torch::autograd::variable_list out(2);
+    if (task_should_compute_output(0)) out[0] = product(gradient, weight).mul_(factor).view(sizes);
+    if (wants(1))
+      give(out, 1, [sink = sink, gradient, x = for_later(x), factor, type = weight.scalar_type()] {
+        return weight_gradient(gradient, x.mul(factor).to(x.scalar_type()), {.sink = sink.get(), .type = type});
+      });
+    return out;
   }
 };
 
@@ -191,23 +192,25 @@ struct ChunkedNode : BackwardNode {
   std::shared_ptr<GradientSink> sink;
   at::ScalarType weight_type = at::kFloat;
 
+  std::vector<std::size_t> parameters() const override { return {1}; }
+
   torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
     const Tensor dx = saved(0), scale = saved(1), d_weight = saved(2);
     const Tensor factor = factor_of(gradients[0], scale);
     torch::autograd::variable_list out(2);
     if (task_should_compute_output(0)) out[0] = dx.mul(factor).view(sizes);
-    if (!task_should_compute_output(1)) return out;
-    if (!sink) {
-      out[1] = d_weight.mul(factor).to(weight_type);
-      return out;
-    }
-    bool fresh = false;
-    Tensor buffer = sink->buffer(fresh);
-    if (fresh)
-      at::mul_out(buffer, d_weight, factor);
-    else
-      buffer.addcmul_(d_weight, factor);
-    sink->arrived();
+    if (!wants(1)) return out;
+    give(out, 1, [sink = sink, d_weight, factor, type = weight_type]() -> Tensor {
+      if (!sink) return d_weight.mul(factor).to(type);
+      bool fresh = false;
+      Tensor buffer = sink->buffer(fresh);
+      if (fresh)
+        at::mul_out(buffer, d_weight, factor);
+      else
+        buffer.addcmul_(d_weight, factor);
+      sink->arrived();
+      return {};
+    });
     return out;
   }
 };

@@ -80,15 +80,17 @@ struct FusedNode : BackwardNode {
   Tensor through(const Gradient& dy, const Tensor& weight) {
     return fp8 ? fp8->input_gradient(dy.eight, weight) : product(dy.plain, weight);
   }
-  Tensor to_weight(const Gradient& dy, const Quantized& kept, const Tensor& x, const Tensor& weight) {
-    const WeightGradientOptions options{.sink = weight_sink.get(), .type = weight.scalar_type()};
-    return fp8 ? fp8->weight_gradient(dy.eight, dy.plain, kept, x, options) : weight_gradient(dy.plain, x, options);
+  // What makes the gradient of the product's weight, and that of its bias, whose sums may be known.
+  auto to_weight(const Gradient& dy, const Quantized& kept, const Tensor& x, const Tensor& weight) const {
+    return [fp8 = fp8, sink = weight_sink, dy, kept, x = for_later(x), type = weight.scalar_type()] {
+      const WeightGradientOptions options{.sink = sink.get(), .type = type};
+      return fp8 ? fp8->weight_gradient(dy.eight, dy.plain, kept, x, options) : weight_gradient(dy.plain, x, options);
+    };
   }
-
-  Tensor bias_gradient(const Tensor& sums) {
-    if (!bias_sink) return sums.to(bias_type);
-    deliver(*bias_sink, sums);
-    return {};
+  auto to_bias(const Tensor& dy, const Tensor& sums) const {
+    return [sink = bias_sink, dy, sums, type = bias_type] {
+      return parameter_gradient(sink, sums.defined() ? sums : column_sums(dy), type);
+    };
   }
 };
 
@@ -99,6 +101,12 @@ struct NormedLinearNode : FusedNode {
   double eps = 0;
   bool centered = false, kept_eight = false, kept = false;
 
+  std::vector<std::size_t> parameters() const override {
+    std::vector<std::size_t> all;
+    for (std::size_t at = 1; at < next_edges().size(); ++at) all.push_back(at);
+    return all;
+  }
+
   variable_list backward(const variable_list& gradients) override {
     variable_list out(num_outputs());
     if (!gradients[0].defined()) {
@@ -108,9 +116,8 @@ struct NormedLinearNode : FusedNode {
     const Tensor x = saved(0), norm_weight = saved(1), weight = saved(2), rstd = saved(3);
     const Tensor norm_bias = centered ? saved(4) : Tensor(), mean = centered ? saved(5) : Tensor();
     const std::size_t weight_at = centered ? 3 : 2;
-    const bool trains_weight = task_should_compute_output(weight_at);
-    const bool needs_norm =
-        task_should_compute_output(0) || task_should_compute_output(1) || (centered && task_should_compute_output(2));
+    const bool trains_weight = wants(weight_at);
+    const bool needs_norm = task_should_compute_output(0) || wants(1) || (centered && wants(2));
     const bool again = trains_weight && !kept_eight && !kept;
     const Gradient dy = gradient_of(gradients[0].reshape({-1, weight.size(0)}));
     Tensor normed;
@@ -120,21 +127,24 @@ struct NormedLinearNode : FusedNode {
                         {.x = x, .weight = norm_weight, .bias = norm_bias, .mean = mean, .rstd = rstd, .again = again});
       normed = d.normed;
       out[0] = d.x;
-      if (task_should_compute_output(1)) out[1] = parameter_gradient(norm_weight_sink, d.weight, norm_weight);
-      if (centered && task_should_compute_output(2)) out[2] = parameter_gradient(norm_bias_sink, d.bias, norm_bias);
+      const auto to_norm = [](const std::shared_ptr<GradientSink>& sink, const Tensor& gradient, const Tensor& parameter) {
+        return [sink, gradient, type = parameter.scalar_type()] { return parameter_gradient(sink, gradient, type); };
+      };
+      if (wants(1)) give(out, 1, to_norm(norm_weight_sink, d.weight, norm_weight));
+      if (centered && wants(2)) give(out, 2, to_norm(norm_bias_sink, d.bias, norm_bias));
     } else if (again) {
       normed = norm_forward(x, norm_weight, norm_bias, eps).normed;
     }
     if (trains_weight) {
       const std::size_t at = centered ? 6 : 4;
       if (kept) normed = saved(at);
-      out[weight_at] = kept_eight
-                           ? to_weight(dy, {.values = {}, .transposed = saved(at), .inverse = saved(at + 1)}, {}, weight)
-                           : to_weight(dy, {}, as_rows(normed), weight);
+      give(out, weight_at,
+           kept_eight ? to_weight(dy, {.values = {}, .transposed = saved(at), .inverse = saved(at + 1)}, {}, weight)
+                      : to_weight(dy, {}, as_rows(normed), weight));
     }
-    if (with_bias && task_should_compute_output(weight_at + 1)) {
+    if (with_bias && wants(weight_at + 1)) {
       const bool is_known = known && known->gradient.defined() && known->gradient.is_same(gradients[0]);
-      out[weight_at + 1] = bias_gradient(is_known ? known->sums : column_sums(dy.plain));
+      give(out, weight_at + 1, to_bias(dy.plain, is_known ? known->sums : Tensor()));
     }
     if (known) *known = {};
     return out;
@@ -147,11 +157,15 @@ struct ActivatedLinearNode : FusedNode {
   Activation activation = Activation::swiglu;
   bool with_residual = false, kept_eight = false, kept = false;
 
+  std::vector<std::size_t> parameters() const override {
+    return with_bias ? std::vector<std::size_t>{1, 2} : std::vector<std::size_t>{1};
+  }
+
   variable_list backward(const variable_list& gradients) override {
     const Tensor wide = saved(0), weight = saved(1);
     const Gradient dy = gradient_of(gradients[0].reshape({-1, weight.size(0)}));
     variable_list out(num_outputs());
-    const bool trains_weight = task_should_compute_output(1), again = trains_weight && !kept_eight && !kept;
+    const bool trains_weight = wants(1), again = trains_weight && !kept_eight && !kept;
     Tensor activated;
     if (task_should_compute_output(0)) {
       const Tensor d_activated = through(dy, weight).view(with_last(wide, weight.size(1)));
@@ -164,10 +178,11 @@ struct ActivatedLinearNode : FusedNode {
     }
     if (trains_weight) {
       if (kept) activated = saved(2);
-      out[1] = kept_eight ? to_weight(dy, {.values = {}, .transposed = saved(2), .inverse = saved(3)}, {}, weight)
-                          : to_weight(dy, {}, as_rows(activated), weight);
+      give(out, 1,
+           kept_eight ? to_weight(dy, {.values = {}, .transposed = saved(2), .inverse = saved(3)}, {}, weight)
+                      : to_weight(dy, {}, as_rows(activated), weight));
     }
-    if (with_bias && task_should_compute_output(2)) out[2] = bias_gradient(column_sums(dy.plain));
+    if (with_bias && wants(2)) give(out, 2, to_bias(dy.plain, {}));
     if (with_residual) out.back() = gradients[0];
     return out;
   }

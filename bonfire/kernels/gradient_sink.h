@@ -1,5 +1,7 @@
 #pragma once
 
+#include <memory>
+
 #include <ATen/core/Tensor.h>
 
 #include "bonfire/base/api.h"
@@ -20,5 +22,7 @@ class BONFIRE_API GradientSink {
 
 // Hands `gradient` to the sink. For gradients that are too small to be computed in place.
 BONFIRE_API void deliver(GradientSink& sink, const at::Tensor& gradient);
+// The same where there is a sink; otherwise the gradient comes back, for autograd, in the parameter's type.
+at::Tensor parameter_gradient(const std::shared_ptr<GradientSink>& sink, const at::Tensor& gradient, at::ScalarType type);
 
 }  // namespace bonfire

@@ -229,19 +229,28 @@ FourTensors layer_norm_backward_composite(const Tensor& d_normed, const Optional
   return {dx.to(x.scalar_type()), dw, db, normed};
 }
 
+// A gradient that is made beside that of the input; only its way to the parameter can be put off.
+auto later(const std::shared_ptr<GradientSink>& sink, const Tensor& gradient, at::ScalarType type) {
+  return [=] { return parameter_gradient(sink, gradient, type); };
+}
+
 struct RmsNormNode : BackwardNode {
   std::shared_ptr<GradientSink> weight_sink;
   bool with_residual = false;
 
+  std::vector<std::size_t> parameters() const override { return {with_residual ? 2u : 1u}; }
+
   torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
     const Tensor x = saved(0), weight = saved(1), rstd = saved(2);
     const Tensor dy = gradients[0].defined() ? gradients[0] : at::zeros(x.sizes(), x.options());
-    const auto d = norm_backward(dy, gradients.size() > 1 ? gradients[1] : Tensor(), {.x = x, .weight = weight, .rstd = rstd});
+    const auto d =
+        norm_backward(dy, gradients.size() > 1 ? gradients[1] : Tensor(), {.x = x, .weight = weight, .rstd = rstd});
     const std::size_t weight_at = with_residual ? 2 : 1;
-    const Tensor d_weight =
-        task_should_compute_output(weight_at) ? parameter_gradient(weight_sink, d.weight, weight) : Tensor();
-    if (with_residual) return {d.x, d.x, d_weight};
-    return {d.x, d_weight};
+    torch::autograd::variable_list out(num_outputs());
+    out[0] = d.x;
+    if (with_residual) out[1] = d.x;
+    if (wants(weight_at)) give(out, weight_at, later(weight_sink, d.weight, weight.scalar_type()));
+    return out;
   }
 };
 
@@ -275,13 +284,18 @@ NormedStream rms_norm_node(const Tensor& x, const Tensor& residual, const Tensor
 struct LayerNormNode : BackwardNode {
   std::shared_ptr<GradientSink> weight_sink, bias_sink;
 
+  std::vector<std::size_t> parameters() const override { return {1, 2}; }
+
   torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
     const Tensor x = saved(0), weight = saved(1);
     const Tensor dy = gradients[0].defined() ? gradients[0] : at::zeros(x.sizes(), x.options());
     const auto d = norm_backward(dy, gradients.size() > 1 ? gradients[1] : Tensor(),
                                  {.x = x, .weight = weight, .mean = saved(2), .rstd = saved(3)});
-    return {d.x, task_should_compute_output(1) ? parameter_gradient(weight_sink, d.weight, weight) : Tensor(),
-            task_should_compute_output(2) ? parameter_gradient(bias_sink, d.bias, weight) : Tensor()};
+    torch::autograd::variable_list out(num_outputs());
+    out[0] = d.x;
+    if (wants(1)) give(out, 1, later(weight_sink, d.weight, weight.scalar_type()));
+    if (wants(2)) give(out, 2, later(bias_sink, d.bias, weight.scalar_type()));
+    return out;
   }
 };
 
@@ -337,12 +351,6 @@ NormGradients norm_backward(const Tensor& d_normed, const Tensor& d_stream, cons
                                                                     const Tensor&, const Tensor&, bool))
             .call(d_normed, optional(d_stream), saved.x, saved.weight, saved.rstd, saved.again);
   return d;
-}
-
-Tensor parameter_gradient(const std::shared_ptr<GradientSink>& sink, const Tensor& gradient, const Tensor& parameter) {
-  if (!sink) return gradient.to(parameter.scalar_type());
-  deliver(*sink, gradient);
-  return {};
 }
 
 NormedStream rms_norm_stream(const Tensor& x, const Tensor& residual, const Tensor& weight, const NormOptions& options) {

@@ -57,8 +57,4 @@ struct NormGradients {
 // `d_stream`, where defined, is added to the gradient of x.
 NormGradients norm_backward(const at::Tensor& d_normed, const at::Tensor& d_stream, const NormSaved& saved);
 
-// A parameter's gradient: to its sink, or back to autograd in the parameter's type.
-at::Tensor parameter_gradient(const std::shared_ptr<GradientSink>& sink, const at::Tensor& gradient,
-                              const at::Tensor& parameter);
-
 }  // namespace bonfire

@@ -80,25 +80,25 @@ struct LinearNode : BackwardNode {
   at::ScalarType bias_type = at::kFloat;
   bool with_bias = false, with_residual = false;
 
+  std::vector<std::size_t> parameters() const override {
+    return with_bias ? std::vector<std::size_t>{1, 2} : std::vector<std::size_t>{1};
+  }
+
   torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
     const Tensor x = saved(0), weight = saved(1);
     const Tensor dy = gradients[0].reshape({-1, weight.size(0)});
     torch::autograd::variable_list out(num_outputs());
-    const WeightGradientOptions to_weight{.sink = weight_sink.get(), .type = weight.scalar_type()};
-    const bool wanted = task_should_compute_output(0) || task_should_compute_output(1);
+    const bool wanted = task_should_compute_output(0) || wants(1);
     const Quantized eight = fp8 && wanted ? fp8->gradient(dy) : Quantized();
     // The input's gradient first: what waits for it can be further away than what waits for the weight's.
-    if (task_should_compute_output(0))
-      out[0] = (fp8 ? fp8->input_gradient(eight, weight) : product(dy, weight)).view(sizes);
-    if (task_should_compute_output(1))
-      out[1] = fp8 ? fp8->weight_gradient(eight, dy, {}, x, to_weight) : weight_gradient(dy, x, to_weight);
-    if (with_bias && task_should_compute_output(2)) {
-      const Tensor d_bias = column_sums(dy);
-      if (bias_sink)
-        deliver(*bias_sink, d_bias);
-      else
-        out[2] = d_bias.to(bias_type);
-    }
+    if (task_should_compute_output(0)) out[0] = (fp8 ? fp8->input_gradient(eight, weight) : product(dy, weight)).view(sizes);
+    if (wants(1))
+      give(out, 1, [fp8 = fp8, sink = weight_sink, eight, dy, x = for_later(x), type = weight.scalar_type()] {
+        const WeightGradientOptions options{.sink = sink.get(), .type = type};
+        return fp8 ? fp8->weight_gradient(eight, dy, {}, x, options) : weight_gradient(dy, x, options);
+      });
+    if (with_bias && wants(2))
+      give(out, 2, [sink = bias_sink, dy, type = bias_type] { return parameter_gradient(sink, column_sums(dy), type); });
     if (with_residual) out.back() = gradients[0];
     return out;
   }

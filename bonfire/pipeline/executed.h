@@ -7,14 +7,14 @@
 
 namespace bonfire {
 
-// A cell of a table that was executed, and when the host was in it.
+// A cell of a table that was executed, and when the host was in it. A computation begins when what it reads has come.
 struct ExecutedCell {
   schedule::Action action;
   Nanoseconds start = 0;
   Nanoseconds end = 0;
 };
 
-// Hears of every cell when the rank comes to it, and when it goes on to the next.
+// Hears of every cell when it begins, and when the rank goes on to the next.
 using CellObserver = std::function<void(const schedule::Action& action, bool begins)>;
 
 }  // namespace bonfire

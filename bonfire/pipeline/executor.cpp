@@ -55,6 +55,7 @@ at::Tensor Executor::run(const Step& step) {
     if (differentiates_)
       for (auto& [number, stage] : stages_) stage->engine().begin_step();
     for (std::size_t at = 0; at < row_.size(); ++at) {
+      await_arrival(row_[at].action);
       const Nanoseconds start = now_ns();
       if (step.observe) step.observe(row_[at].action, true);
       execute(row_[at], at, step);
@@ -62,13 +63,21 @@ at::Tensor Executor::run(const Step& step) {
       executed_.push_back({row_[at].action, start, now_ns()});
       drop_sent();
     }
-    for (auto& [work, tensors] : sent_) work.wait();
+    for (auto& sent : sent_) sent.work.wait();
     sent_.clear();
   } catch (...) {
     forget();
     throw;
   }
   return sums_;
+}
+
+// Before the cell begins, so that the time of a computation is its own.
+void Executor::await_arrival(const Action& action) {
+  const bool reads_gradients = schedule::makes_input_gradient(action.kind);
+  if (!reads_gradients && action.kind != Kind::forward) return;
+  auto& from = reads_gradients ? gradients_ : values_;
+  if (const auto parcel = from.find({action.stage, action.microbatch}); parcel != from.end()) parcel->second.arrival.wait();
 }
 
 void Executor::execute(const Cell& cell, std::size_t at, const Step& step) {
@@ -131,7 +140,11 @@ void Executor::forward(const Cell& cell, const Step& step) {
 }
 
 Tensors Executor::gradients_for(Stage& stage, int microbatch, const Step& step) {
-  if (!stage.place().last()) return take(gradients_, {stage.place().number, microbatch});
+  if (const Slot slot{stage.place().number, microbatch}; !stage.place().last()) {
+    auto gradients = take(gradients_, slot);
+    drop_values(slot);
+    return gradients;
+  }
   return {stage.loss_gradient(microbatch, weight_of(microbatch, step) * step.loss_scale)};
 }
 
@@ -151,7 +164,10 @@ void Executor::backward(const Cell& cell, const Step& step) {
 void Executor::send(const Cell& cell, std::map<Slot, Tensors>& from) {
   const auto node = from.extract({cell.action.stage, cell.action.microbatch});
   require(!node.empty(), "{}: there is nothing to send yet", schedule::to_text(cell.action));
-  sent_.emplace_back(links_.send(node.mapped(), cell.peer), node.mapped());
+  sent_.push_back({.slot = node.key(),
+                   .values = cell.action.kind == Kind::send_forward,
+                   .work = links_.send(node.mapped(), cell.peer),
+                   .tensors = node.mapped()});
 }
 
 void Executor::receive(const Cell& cell, std::size_t at, const Step& step) {
@@ -174,8 +190,17 @@ Tensors Executor::take(std::map<Slot, Parcel>& from, const Slot& slot) {
 
 void Executor::drop_sent() {
   std::erase_if(sent_, [](auto& sent) {
-    if (!sent.first.done()) return false;
-    sent.first.wait();
+    if (!sent.work.done()) return false;
+    sent.work.wait();
+    return true;
+  });
+}
+
+// Not every backend tells when a send has ended. Values whose gradient came back have been received.
+void Executor::drop_values(const Slot& slot) {
+  std::erase_if(sent_, [&](auto& sent) {
+    if (!sent.values || sent.slot != slot) return false;
+    sent.work.wait();
     return true;
   });
 }

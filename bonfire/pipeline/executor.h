@@ -50,6 +50,15 @@ class Executor {
   };
   using Slot = std::pair<int, int>;  // stage and microbatch
 
+  // What goes to another rank is kept until it is there.
+  struct Sent {
+    Slot slot;
+    bool values = true;  // not gradients
+    Work work{};
+    Tensors tensors{};
+  };
+
+  void await_arrival(const schedule::Action& action);
   void execute(const Cell& cell, std::size_t at, const Step& step);
   void forward(const Cell& cell, const Step& step);
   void backward(const Cell& cell, const Step& step);
@@ -59,6 +68,7 @@ class Executor {
   Tensors gradients_for(Stage& stage, int microbatch, const Step& step);
   double weight_of(int microbatch, const Step& step) const;
   void drop_sent();
+  void drop_values(const Slot& slot);
   void forget();
 
   Stages& stages_;
@@ -69,7 +79,7 @@ class Executor {
 
   std::map<Slot, Parcel> values_, gradients_;          // that a stage is to read
   std::map<Slot, Tensors> outputs_, input_gradients_;  // that a stage has made for another rank
-  std::vector<std::pair<Work, Tensors>> sent_;
+  std::vector<Sent> sent_;
   at::Tensor sums_;
   std::vector<ExecutedCell> executed_;
   int peak_ = 0;

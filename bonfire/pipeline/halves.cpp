@@ -1,5 +1,6 @@
 #include "bonfire/pipeline/halves.h"
 
+#include <algorithm>
 #include <memory>
 #include <string_view>
 #include <typeinfo>
@@ -12,6 +13,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include "bonfire/kernels/backward_node.h"
 
 namespace bonfire {
 namespace {
@@ -58,6 +61,18 @@ class Walk {
   bool stop(const Node* node) const { return stops_.contains(node); }
   // Operations on the way, without those where it ends.
   const std::vector<Node*>& operations() const { return operations_; }
+  // One of our layers, all of whose other ways lead to the end, so that its parameters' gradients alone are left to make.
+  BackwardNode* our_layer(Node& node) const {
+    auto* const layer = dynamic_cast<BackwardNode*>(&node);
+    if (!layer) return nullptr;
+    const auto parameters = layer->parameters();
+    for (std::size_t at = 0; at < node.next_edges().size(); ++at) {
+      const auto& edge = node.next_edge(at);
+      const bool parameter = std::find(parameters.begin(), parameters.end(), at) != parameters.end();
+      if (edge.is_valid() && on_the_way(edge.function.get()) == parameter) return nullptr;
+    }
+    return layer;
+  }
   // Whether a parameter hangs on it.
   bool has_parameters(const Node& node) const {
     for (const auto& edge : node.next_edges())
@@ -124,6 +139,21 @@ void add_entries(WeightGradients& later, const std::shared_ptr<Node>& node, cons
   }
 }
 
+std::unordered_set<const Node*> reached_from(const edge_list& entries) {
+  std::unordered_set<const Node*> seen;
+  std::vector<const Node*> open;
+  const auto enter = [&](const Edge& edge) {
+    if (edge.is_valid() && seen.insert(edge.function.get()).second) open.push_back(edge.function.get());
+  };
+  for (const auto& entry : entries) enter(entry);
+  while (!open.empty()) {
+    const Node* const node = open.back();
+    open.pop_back();
+    for (const auto& edge : node->next_edges()) enter(edge);
+  }
+  return seen;
+}
+
 // What the second half of an operation must not run into again. Autograd offers no way to cut an edge, but the graph is
 // ours, its edges are not constant objects, and it goes away after the second half.
 void cut(Node& node, const Walk& walk) {
@@ -151,9 +181,16 @@ Tensors input_half(const ForwardGraph& graph, const Tensors& gradients, WeightGr
     (now ? roots : later.entries).push_back(graph.outputs[at]);
     (now ? given : later.gradients).push_back(gradients[at]);
   }
+  later.put_off = std::make_shared<WeightQueue>();
   std::vector<std::pair<Node*, std::shared_ptr<variable_list>>> kept;
+  std::vector<Node*> done;
   for (Node* const node : walk.operations())
-    if (walk.has_parameters(*node)) {
+    if (BackwardNode* const layer = walk.our_layer(*node)) {
+      layer->put_off(later.put_off);
+      done.push_back(node);
+    } else if (!walk.has_parameters(*node)) {
+      done.push_back(node);
+    } else {
       kept.emplace_back(node, std::make_shared<variable_list>());
       node->add_pre_hook(std::make_unique<Capture>(kept.back().second));
     }
@@ -166,8 +203,7 @@ Tensors input_half(const ForwardGraph& graph, const Tensors& gradients, WeightGr
     node->tensor_pre_hooks().clear();
     cut(*node, walk);
   }
-  for (Node* const node : walk.operations())
-    if (!walk.has_parameters(*node)) node->release_variables();
+  for (Node* const node : done) node->release_variables();
   if (!graph.inputs.empty()) return ends;
   for (std::size_t at = 0; at < ends.size(); ++at)
     if (ends[at].defined()) later.entries.push_back(walk.ends()[at]), later.gradients.push_back(ends[at]);
@@ -175,6 +211,15 @@ Tensors input_half(const ForwardGraph& graph, const Tensors& gradients, WeightGr
 }
 
 void weight_half(WeightGradients later) {
+  if (later.put_off) {
+    const auto also = reached_from(later.entries);
+    auto rest = later.put_off->run([&](const Node* parameter) { return also.contains(parameter); });
+    if (!rest.to.empty()) {
+      auto [root, gradient] = hand_over(std::move(rest));
+      later.entries.push_back(std::move(root));
+      later.gradients.push_back(std::move(gradient));
+    }
+  }
   if (!later.entries.empty()) execute(later.entries, later.gradients, /*keep_graph=*/false, nullptr);
 }
 

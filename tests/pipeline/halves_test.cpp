@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
@@ -13,6 +14,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 
+#include "bonfire/kernels/fused_linear.h"
 #include "bonfire/nn/layers.h"
 #include "bonfire/pipeline/halves.h"
 
@@ -49,11 +51,38 @@ std::vector<Case> cases() {
          {weight, bias, gain},
          numbers({3, 5}),
          [ours, norm](const at::Tensor& x) mutable { return ours->forward(norm->forward(ours->forward(x)).sigmoid()); }});
+    const auto up = leaf(numbers({8, 5}, 3)), wide_bias = leaf(numbers({8}, 5)), down = leaf(numbers({5, 8}, 6));
+    const auto norm_bias = leaf(numbers({5}, 8));
+    nn::Norm layer_norm(gain, norm_bias, 1e-5);
+    nn::FeedForward gelu(nn::Activation::gelu, nn::Linear(up, wide_bias), nn::Linear(down, bias));
+    list.push_back({"our fused feed-forward part, with biases",
+                    {up, wide_bias, down, bias, gain, norm_bias},
+                    numbers({3, 5}),
+                    [gelu, layer_norm](const at::Tensor& x) mutable { return gelu->forward(layer_norm, x.tanh()); }});
+    const auto gate_up = leaf(numbers({8, 5}, 3)), narrow = leaf(numbers({5, 4}, 6));
+    nn::FeedForward swiglu(nn::Activation::swiglu, nn::Linear(gate_up), nn::Linear(narrow));
+    list.push_back({"our fused gated feed-forward part",
+                    {gate_up, narrow, gain},
+                    numbers({3, 5}),
+                    [swiglu, norm](const at::Tensor& x) mutable { return swiglu->forward(norm, x); }});
+    list.push_back({"our head", {weight, gain}, numbers({3, 5}), [weight, norm](const at::Tensor& x) mutable {
+                      return nn::Linear(weight)->loss(norm->forward(x), at::arange(3)).unsqueeze(0);
+                    }});
+    list.push_back({"a weight of ours that depends on the input", {weight, gain}, numbers({5, 5}), [=](const at::Tensor& x) {
+                      return bonfire::linear(x, weight * x, LinearOptions()) +
+                             bonfire::linear(gain.expand({5, 5}), weight, LinearOptions{.residual = x});
+                    }});
     const auto table = leaf(numbers({7, 5}, 1));
     nn::Embedding rows(table);
     list.push_back({"tokens", {table, weight, bias}, at::arange(6).view({2, 3}), [rows, ours](const at::Tensor& x) mutable {
                       return ours->forward(rows->forward(x)).tanh();
                     }});
+    nn::Linear head(table);
+    list.push_back(
+        {"tokens and a tied head",
+         {table, weight, bias},
+         at::arange(6).view({2, 3}),
+         [rows, ours, head](const at::Tensor& x) mutable { return head->forward(ours->forward(rows->forward(x)).tanh()); }});
   }
   {
     torch::nn::Linear linear(4, 4);
@@ -108,11 +137,19 @@ TEST(Halves, AreTheWhole) {
     WeightGradients later;
     const auto graph = run(on);
     EXPECT_EQ(unsplittable(graph), "");
+    std::vector<int> heard(on.parameters.size());
+    std::vector<unsigned> hooks;
+    for (std::size_t at = 0; at < heard.size(); ++at)
+      hooks.push_back(on.parameters[at].register_hook([&heard, at](const at::Tensor&) { ++heard[at]; }));
     const auto half = input_half(graph, gradient, later);
     ASSERT_EQ(half.size(), of_input.size());
     for (std::size_t at = 0; at < half.size(); ++at) EXPECT_TRUE(at::allclose(half[at], of_input[at], 1e-12, 1e-12));
     for (const auto& none : take_gradients(on.parameters)) EXPECT_FALSE(none.defined()) << "in the first half";
     weight_half(std::move(later));
+    for (std::size_t at = 0; at < heard.size(); ++at) {
+      EXPECT_EQ(heard[at], whole[at].defined() ? 1 : 0) << "parameter " << at << ": all of its uses at once";
+      on.parameters[at].remove_hook(hooks[at]);
+    }
     const auto made = take_gradients(on.parameters);
     for (std::size_t at = 0; at < made.size(); ++at) {
       ASSERT_EQ(made[at].defined(), whole[at].defined());
@@ -156,6 +193,85 @@ TEST(Halves, DoNothingTwice) {
   weight_half(std::move(later));
   EXPECT_EQ(counts, (std::vector{3, 3}));
   EXPECT_TRUE(at::equal(weight.grad(), at::full({3}, 3, at::kDouble)));
+}
+
+// Products of our own operators while this lives.
+class Products {
+ public:
+  Products() {
+    at::clearThreadLocalCallbacks();
+    handle_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback([](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
+          const std::string name = call.name();
+          if (name == "bonfire::product" || name == "bonfire::product_into_") ++count_;
+          return nullptr;
+        }).scopes({at::RecordScope::FUNCTION}));
+    count_ = 0;
+  }
+  ~Products() { at::removeCallback(handle_); }
+  static int count() { return count_; }
+
+ private:
+  static thread_local int count_;
+  at::CallbackHandle handle_;
+};
+thread_local int Products::count_ = 0;
+
+struct CountingSink : GradientSink {
+  explicit CountingSink(const at::Tensor& parameter) : gradient(at::zeros_like(parameter)) {}
+  at::Tensor buffer(bool& fresh) override {
+    fresh = arrivals == 0;
+    return gradient;
+  }
+  void arrived() override { ++arrivals; }
+  at::Tensor gradient;
+  int arrivals = 0;
+};
+
+// A block of ours: the first half makes no product of a weight's gradient, the second no other, and what is made arrives at
+// once.
+TEST(Halves, OfOurLayersPutWeightsOffAndMakeEachProductOnce) {
+  struct Weight {
+    explicit Weight(at::Tensor of) : value(leaf(std::move(of))), sink(std::make_shared<CountingSink>(value)) {}
+    at::Tensor value;
+    std::shared_ptr<CountingSink> sink;
+  };
+  const auto block = [](std::vector<Weight>& weights) {
+    weights = {Weight(numbers({5})), Weight(numbers({8, 5}, 1)), Weight(numbers({8}, 2)), Weight(numbers({5, 8}, 3)),
+               Weight(numbers({5}, 4))};
+    ForwardGraph graph{.inputs = {leaf(numbers({3, 5}))}};
+    const auto& [gain, up, up_bias, down, down_bias] = std::tie(weights[0], weights[1], weights[2], weights[3], weights[4]);
+    const auto known = std::make_shared<KnownSums>();
+    const auto [wide, stream] =
+        normed_linear(graph.inputs[0], {.weight = gain.value, .options = {.weight_sink = gain.sink}}, up.value,
+                      {.bias = up_bias.value, .weight_sink = up.sink, .bias_sink = up_bias.sink}, known);
+    const auto out = activated_linear(
+        wide, Activation::gelu, down.value,
+        {.bias = down_bias.value, .residual = stream, .weight_sink = down.sink, .bias_sink = down_bias.sink}, known);
+    graph.outputs.push_back(torch::autograd::impl::gradient_edge(out));
+    return graph;
+  };
+  const Tensors gradient{numbers({3, 5}, 9)};
+  std::vector<Weight> whole, halved;
+  const Products products;
+  whole_backward(block(whole), gradient);
+  const int of_whole = Products::count() - 2;  // without forward's
+  EXPECT_EQ(of_whole, 4);
+
+  const auto graph = block(halved);
+  WeightGradients later;
+  const int before = Products::count();
+  input_half(graph, gradient, later);
+  EXPECT_EQ(Products::count() - before, 2);
+  EXPECT_TRUE(later.entries.empty());
+  EXPECT_EQ(later.put_off->size(), halved.size());
+  for (const auto& weight : halved) EXPECT_EQ(weight.sink->arrivals, 0);
+  weight_half(std::move(later));
+  EXPECT_EQ(Products::count() - before, of_whole);
+  for (std::size_t at = 0; at < halved.size(); ++at) {
+    EXPECT_EQ(halved[at].sink->arrivals, 1);
+    EXPECT_TRUE(at::allclose(halved[at].sink->gradient, whole[at].sink->gradient, 1e-12, 1e-12)) << "weight " << at;
+  }
 }
 
 struct InOnePiece : torch::autograd::Function<InOnePiece> {

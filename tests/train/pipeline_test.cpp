@@ -81,29 +81,61 @@ TEST_F(Pipelines, StagesAsMeasured) {
   EXPECT_EQ(counts[0] + counts[1], 4);
 }
 
-// The cells of each rank, as they ran, are the computations of its row.
-TEST_F(Pipelines, TheTraceIsTheTable) {
-  const Overrides layout{"layout.pipeline=2", "layout.schedule=zb-h1", "train.microbatch=12", "train.trace_steps=1"};
-  const auto outcome = run("gpt2", 2, layout);
+// The picture of a real run is that of the table: the cells of each rank, as they ran, are the computations of its row, in
+// their order and one behind the other, and none begins before what it needs has ended on another rank.
+class Traces : public Pipelines, public ::testing::WithParamInterface<std::pair<const char*, int>> {};
+
+TEST_P(Traces, AreTheTable) {
+  const auto& [name, ranks] = GetParam();
+  const Overrides layout{fmt::format("layout.pipeline={}", ranks), fmt::format("layout.schedule={}", name),
+                         "train.microbatch=6", "train.trace_steps=1"};
+  const auto outcome = run("gpt2", ranks, layout);
   Config config = parse_config(models.at("gpt2") + common, "a.toml", layout);
-  resolve(config, 2);
+  resolve(config, ranks);
   const auto table = table_of(config);
 
   std::ifstream in(outcome.folder / "trace.json");
   const auto trace = nlohmann::json::parse(in);
+  struct Span {
+    double begin = 0, end = 0;
+  };
   std::map<int, std::vector<std::pair<double, std::string>>> cells;
+  std::map<std::string, Span> spans;
+  constexpr double rounding = 0.01;  // the file has microseconds
   for (const auto& event : trace.is_array() ? trace : trace.at("traceEvents"))
-    if (const auto name = event.at("name").get<std::string>(); event.contains("ts") && schedule::parse_action(name))
-      cells[event.at("pid").get<int>()].emplace_back(event.at("ts").get<double>(), name);
-  for (int rank = 0; rank < 2; ++rank) {
+    if (const auto name = event.at("name").get<std::string>(); event.contains("ts") && schedule::parse_action(name)) {
+      const double begin = event.at("ts").get<double>();
+      cells[event.at("pid").get<int>()].emplace_back(begin, name);
+      spans[name] = {begin, begin + event.at("dur").get<double>()};
+    }
+  for (int rank = 0; rank < ranks; ++rank) {
     std::stable_sort(cells[rank].begin(), cells[rank].end(), [](const auto& a, const auto& b) { return a.first < b.first; });
     std::vector<std::string> seen, expected;
     for (const auto& [at, name] : cells[rank]) seen.push_back(name);
     for (const auto& action : table.rows[static_cast<std::size_t>(rank)])
       if (schedule::is_compute(action.kind)) expected.push_back(schedule::to_text(action));
     EXPECT_EQ(seen, expected) << "rank " << rank;
+    for (std::size_t at = 1; at < seen.size(); ++at)
+      EXPECT_LE(spans.at(seen[at - 1]).end, cells[rank][at].first + rounding) << seen[at];
+  }
+  for (const auto& [text, span] : spans) {
+    const auto action = *schedule::parse_action(text);
+    auto before = action;
+    if (action.kind == schedule::Kind::forward && action.stage > 0)
+      --before.stage;
+    else if (schedule::makes_input_gradient(action.kind) && action.stage + 1 < table.stages)
+      ++before.stage;
+    else
+      continue;
+    EXPECT_LE(spans.at(schedule::to_text(before)).end, span.begin + rounding) << text;
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Schedules, Traces,
+                         ::testing::Values(std::pair("zb-h1", 2), std::pair("1f1b", 4), std::pair("interleaved", 2)),
+                         [](const auto& info) {
+                           return fmt::format("{}_ranks", info.param.second) + std::to_string(info.index);
+                         });
 
 std::string refusal(const Overrides& overrides, std::int64_t ranks) {
   try {
