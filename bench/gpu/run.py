@@ -24,10 +24,12 @@ KINDS = [("products", r"nvjet|gemm|cutlass|splitK|cublas"), ("attention", r"sdpa
          ("optimizer, norm of gradients", r"[Aa]dam|squares|sum_kernel|multi_tensor|lpnorm"),
          ("loss", r"cross_entropy|log_softmax|nll_loss"), ("to eight bits", r"quantize|magnitude"), ("copies and fills", r"^(copy|fill)$"),
          ("norms, activations, rotation, the rest", r"")]
-# What Bonfire is told beside its file. The small models have memory to spare.
-SETTINGS = {"llama_1_5b": {"train.microbatch": 4}, "llama_162m": {"train.keep_for_backward": "all"},
-            "gpt2_124m": {"train.keep_for_backward": "all"}}
-LEANER = {"train.microbatch": 4, "train.gradient_precision": "bf16", "train.keep_for_backward": "activations"}
+# What Bonfire is told beside its file: to keep what there is memory for, within what torch.compile takes; for the largest
+# model, that gradients are kept as the products round them, in bf16, as autocast leaves them in PyTorch.
+SETTINGS = {"llama_1_5b": {"train.microbatch": 4, "train.gradient_precision": "bf16", "train.keep_for_backward": "activations"},
+            "llama_162m": {"train.keep_for_backward": "all"}, "gpt2_124m": {"train.keep_for_backward": "all"}}
+WIDE = {"train.microbatch": 4}  # gradients in fp32, norms and activations made again
+ONCE = ("PyTorch eager", "Bonfire bf16, gradients in fp32")  # beside the comparison: one run is enough
 
 
 def flops(model):
@@ -50,9 +52,7 @@ def programs(options, model):
     all_of_them = {"Bonfire bf16": ours("bf16", SETTINGS[model]), "torch.compile": [*peer, "--compile"],
                    "Bonfire fp8": ours("fp8", SETTINGS[model]), "PyTorch eager": peer}
     if model == "llama_1_5b":
-        # Gradients rounded to bf16 before they are stored, as autocast leaves them in PyTorch.
-        all_of_them["Bonfire bf16, gradients in bf16"] = ours("bf16", LEANER)
-        all_of_them["Bonfire fp8, gradients in bf16"] = ours("fp8", LEANER)
+        all_of_them["Bonfire bf16, gradients in fp32"] = ours("bf16", WIDE)
     return {name: command for name, command in all_of_them.items() if not any(word in name for word in options.without)}
 
 
@@ -104,6 +104,23 @@ def table(model, results, limits):
     return [*lines, ""]
 
 
+def write(options, results, limits):
+    machine = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True,
+                             text=True).stdout.strip()
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    lines = ["# Three models on one GPU, beside PyTorch", "",
+             f"{options.repeats} runs in turn of {options.steps} steps each; a run's figure is the median of its steps. {machine}; commit {commit}.",
+             "MFU: three times the forward operations (two per weight of a product and token, and attention's causal products; not the "
+             "embedding), over 989 TFLOP/s of bf16, also for fp8.", ""]
+    for model in results:
+        lines += table(model, results[model], limits.get(model))
+    lines += ["Commands:", "```sh", *(result["command"] for model in results for result in results[model].values()), "```", ""]
+    (options.results / "gpu_models.md").write_text("\n".join(lines))
+    (options.results / "gpu_models.json").write_text(json.dumps({"machine": machine, "commit": commit, "limits": limits, "models": results},
+                                                                indent=1) + "\n")
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build")
@@ -123,35 +140,23 @@ def main():
         results[model] = {name: {"command": " ".join(command), "runs": []} for name, command in commands.items()}
         for repeat in range(options.repeats):
             for name, command in commands.items():
-                if repeat and name == "PyTorch eager":
-                    continue  # far behind: once is enough
+                if repeat and name in ONCE:
+                    continue
                 measured = run(command)
                 if measured:
                     results[model][name]["runs"].append(measured)
                     print(f"{model} {repeat + 1}/{options.repeats}  {name}: {measured['step_ms']:.2f} ms", flush=True)
         for name, command in commands.items():
-            if name.startswith("Bonfire") or options.all_breakdowns:
+            if (name.startswith("Bonfire") and name not in ONCE) or options.all_breakdowns:
                 results[model][name]["breakdown"] = breakdown(options, name, command)
+        write(options, results, {})  # what there is, should the rest not come to its end
     limits = {}
     path = options.limits or options.results / "gpu_kernels.json"
     if not options.limits:
         subprocess.run([sys.executable, str(HERE / "kernels.py"), "--build", str(options.build), "--json", str(path)], check=False)
     if path.exists():
         limits = json.loads(path.read_text())["limits"]
-    machine = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True,
-                             text=True).stdout.strip()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    lines = ["# Three models on one GPU, beside PyTorch", "",
-             f"{options.repeats} runs in turn of {options.steps} steps each; a run's figure is the median of its steps. {machine}; commit {commit}.",
-             "MFU: three times the forward operations (two per weight of a product and token, and attention's causal products; not the "
-             "embedding), over 989 TFLOP/s of bf16, also for fp8.", ""]
-    for model in models:
-        lines += table(model, results[model], limits.get(model))
-    lines += ["Commands:", "```sh", *(result["command"] for model in models for result in results[model].values()), "```", ""]
-    (options.results / "gpu_models.md").write_text("\n".join(lines))
-    (options.results / "gpu_models.json").write_text(json.dumps({"machine": machine, "commit": commit, "limits": limits, "models": results},
-                                                                indent=1) + "\n")
-    print("\n".join(lines))
+    print(write(options, results, limits))
 
 
 if __name__ == "__main__":
