@@ -13,7 +13,10 @@ torch::autograd::variable_list BackwardNode::apply(torch::autograd::variable_lis
   bool any = false;
   for (const auto& gradient : gradients) any = any || gradient.defined();
   if (!any) return torch::autograd::variable_list(num_outputs());
-  return backward(gradients);
+  auto made = backward(gradients);
+  // What was put off has all that it needs.
+  if (queue_) release_variables();
+  return made;
 }
 
 void BackwardNode::release_variables() {

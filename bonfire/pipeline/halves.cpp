@@ -187,7 +187,6 @@ Tensors input_half(const ForwardGraph& graph, const Tensors& gradients, WeightGr
   for (Node* const node : walk.operations())
     if (BackwardNode* const layer = walk.our_layer(*node)) {
       layer->put_off(later.put_off);
-      done.push_back(node);
     } else if (!walk.has_parameters(*node)) {
       done.push_back(node);
     } else {
