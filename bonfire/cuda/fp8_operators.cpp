@@ -33,8 +33,9 @@ QuantizeMemory memory_of(const Tensor& x, bool wide_range) {
   return {.x = x.const_data_ptr(), .rows = x.size(0), .columns = x.size(1), .type = element_of(x), .wide_range = wide_range};
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize_cuda(const Tensor& x, Tensor history, std::int64_t position, bool measure,
-                                                 bool wide_range, bool values, bool transposed) {
+std::tuple<Tensor, Tensor, Tensor> quantize_cuda(const Tensor& x, Tensor history, const OptionalTensor& later,
+                                                 std::int64_t position, bool measure, bool wide_range, bool values,
+                                                 bool transposed) {
   require_quantizable(x, 16);
   const c10::cuda::CUDAGuard guard(x.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -51,6 +52,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_cuda(const Tensor& x, Tensor history
   memory.length = static_cast<int>(history.numel());
   memory.now = static_cast<int>(position % history.numel());
   memory.next = static_cast<int>((position + 1) % history.numel());
+  memory.later = later ? later->const_data_ptr<std::int64_t>() : nullptr;
   if (measure) {
     measured = at::empty({1}, inverse.options());
     memory.measured = measured.data_ptr<float>();

@@ -43,6 +43,14 @@ struct AdamConstants {
 };
 
 template <class C>
+__host__ __device__ AdamConstants<C> constants(const AdamNumbers& n) {
+  return {static_cast<C>(n.scale),     static_cast<C>(n.decay),     static_cast<C>(n.keep),
+          static_cast<C>(n.beta1),     static_cast<C>(1 - n.beta1), static_cast<C>(n.beta2),
+          static_cast<C>(1 - n.beta2), static_cast<C>(n.step_size), static_cast<C>(n.root_correction),
+          static_cast<C>(n.eps)};
+}
+
+template <class C>
 __device__ void adam_one(C& p, C g, C& m, C& v, C* top, const AdamConstants<C>& k) {
   const C gradient = g * k.scale + k.decay * p;
   m = k.beta1 * m + k.one_minus_beta1 * gradient;
@@ -54,8 +62,10 @@ __device__ void adam_one(C& p, C g, C& m, C& v, C* top, const AdamConstants<C>& 
 
 // `packs` groups of `width` elements through aligned loads, then the rest one by one.
 template <class C, class G>
-__global__ void adam_kernel(AdamBuffersOf<C> b, const G* g, void* low, Element low_type, const double* scale, std::int64_t n,
-                            std::int64_t packs, AdamConstants<C> k) {
+__global__ void adam_kernel(AdamBuffersOf<C> b, const G* g, void* low, Element low_type, const double* scale,
+                            const AdamNumbers* numbers, std::int64_t n, std::int64_t packs, AdamConstants<C> k) {
+  if (scale && isnan(*scale)) return;
+  if (numbers) k = constants<C>(*numbers);
   if (scale) k.scale *= static_cast<C>(*scale);
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -83,9 +93,17 @@ struct SgdConstants {
   C scale, decay, lr, old_momentum, fresh, ahead, weight;
 };
 
+template <class C>
+__host__ __device__ SgdConstants<C> constants(const SgdNumbers& n) {
+  return {static_cast<C>(n.scale), static_cast<C>(n.decay), static_cast<C>(n.lr),    static_cast<C>(n.old_momentum),
+          static_cast<C>(n.fresh), static_cast<C>(n.ahead), static_cast<C>(n.weight)};
+}
+
 template <class C, class G>
-__global__ void sgd_kernel(C* p, const G* g, C* momentum, void* low, Element low_type, const double* scale, std::int64_t n,
-                           SgdConstants<C> k) {
+__global__ void sgd_kernel(C* p, const G* g, C* momentum, void* low, Element low_type, const double* scale,
+                           const SgdNumbers* numbers, std::int64_t n, SgdConstants<C> k) {
+  if (scale && isnan(*scale)) return;
+  if (numbers) k = constants<C>(*numbers);
   if (scale) k.scale *= static_cast<C>(*scale);
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += stride) {
@@ -162,11 +180,6 @@ void launch_adam(const StepMemory& memory, const AdamMemory& state, const AdamNu
   with_types(memory, [&](auto c, auto t) {
     using C = decltype(c);
     using G = decltype(t);
-    const AdamConstants<C> k{
-        static_cast<C>(numbers.scale),     static_cast<C>(numbers.decay),     static_cast<C>(numbers.keep),
-        static_cast<C>(numbers.beta1),     static_cast<C>(1 - numbers.beta1), static_cast<C>(numbers.beta2),
-        static_cast<C>(1 - numbers.beta2), static_cast<C>(numbers.step_size), static_cast<C>(numbers.root_correction),
-        static_cast<C>(numbers.eps)};
     const AdamBuffersOf<C> b{static_cast<C*>(memory.parameters), static_cast<C*>(state.exp_avg),
                              static_cast<C*>(state.exp_avg_sq), static_cast<C*>(state.max_exp_avg_sq)};
     const bool packed = aligned({b.p, b.m, b.v, b.top}, sizeof(Pack<C, width>)) &&
@@ -174,8 +187,8 @@ void launch_adam(const StepMemory& memory, const AdamMemory& state, const AdamNu
                         aligned({memory.low_precision}, width * size_of(memory.low));
     const std::int64_t packs = packed ? memory.elements / width : 0;
     adam_kernel<C, G><<<blocks_for(packed ? packs : memory.elements), threads, 0, stream>>>(
-        b, static_cast<const G*>(memory.gradients), memory.low_precision, memory.low, memory.scale, memory.elements, packs,
-        k);
+        b, static_cast<const G*>(memory.gradients), memory.low_precision, memory.low, memory.scale,
+        static_cast<const AdamNumbers*>(memory.numbers), memory.elements, packs, constants<C>(numbers));
   });
 }
 
@@ -183,13 +196,10 @@ void launch_sgd(const StepMemory& memory, void* momentum, const SgdNumbers& numb
   with_types(memory, [&](auto c, auto t) {
     using C = decltype(c);
     using G = decltype(t);
-    const SgdConstants<C> k{static_cast<C>(numbers.scale), static_cast<C>(numbers.decay),
-                            static_cast<C>(numbers.lr),    static_cast<C>(numbers.old_momentum),
-                            static_cast<C>(numbers.fresh), static_cast<C>(numbers.ahead),
-                            static_cast<C>(numbers.weight)};
     sgd_kernel<C, G><<<blocks_for(memory.elements), threads, 0, stream>>>(
         static_cast<C*>(memory.parameters), static_cast<const G*>(memory.gradients), static_cast<C*>(momentum),
-        memory.low_precision, memory.low, memory.scale, memory.elements, k);
+        memory.low_precision, memory.low, memory.scale, static_cast<const SgdNumbers*>(memory.numbers), memory.elements,
+        constants<C>(numbers));
   });
 }
 

@@ -12,7 +12,9 @@ struct StepMemory {
   void* parameters = nullptr;
   const void* gradients = nullptr;
   void* low_precision = nullptr;  // or null
-  const double* scale = nullptr;  // or null: one element that multiplies the gradient's scale
+  const double* scale = nullptr;  // or null: one element that multiplies the gradient's scale; not a number: no step
+  // Or null: an AdamNumbers or SgdNumbers that is read instead of the one that is given.
+  const void* numbers = nullptr;
   std::int64_t elements = 0;
   Element compute = Element::f32;
   Element gradient = Element::f32;
@@ -25,6 +27,7 @@ struct AdamMemory {
   void* max_exp_avg_sq = nullptr;  // or null
 };
 
+// As numbers_of of bonfire/kernels/optimizer.h makes them, in its order.
 struct AdamNumbers {
   double scale, decay, keep, beta1, beta2, step_size, root_correction, eps;
 };
@@ -33,6 +36,7 @@ struct SgdNumbers {
   double scale, decay, lr;
   double old_momentum, fresh;  // the new momentum is old_momentum times the old one and fresh times the gradient
   double ahead, weight;        // the direction is ahead times the gradient and weight times the new momentum
+  double unused;
 };
 
 void launch_adam(const StepMemory& memory, const AdamMemory& state, const AdamNumbers& numbers, cudaStream_t stream);

@@ -1,5 +1,5 @@
 // CUDA's side of the operators that bonfire/kernels/optimizer.cpp declares.
-#include <cmath>
+#include <bit>
 #include <optional>
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +11,7 @@
 
 #include "bonfire/cuda/optimizer.h"
 #include "bonfire/cuda/tensor_memory.h"
+#include "bonfire/kernels/optimizer.h"
 
 namespace bonfire::cuda {
 namespace {
@@ -22,51 +23,54 @@ using OptionalTensor = std::optional<Tensor>;
 // afterwards is reused on the same stream.
 Tensor as_double(const OptionalTensor& scale) { return scale ? scale->to(at::kDouble) : Tensor(); }
 
-StepMemory memory_of(const Tensor& p, const Tensor& g, const OptionalTensor& low, const Tensor& scale) {
+StepMemory memory_of(const Tensor& p, const Tensor& g, const OptionalTensor& low, const Tensor& scale,
+                     const OptionalTensor& numbers) {
   return {.parameters = p.data_ptr(),
           .gradients = g.const_data_ptr(),
           .low_precision = low ? low->data_ptr() : nullptr,
           .scale = scale.defined() ? scale.const_data_ptr<double>() : nullptr,
+          .numbers = numbers ? numbers->const_data_ptr() : nullptr,
           .elements = p.numel(),
           .compute = element_of(p),
           .gradient = element_of(g),
           .low = low ? element_of(*low) : Element::f32};
 }
 
+static_assert(sizeof(AdamNumbers) == sizeof(StepNumbers) && sizeof(SgdNumbers) == sizeof(StepNumbers));
+
 void adam_cuda(Tensor p, const Tensor& g, Tensor m, Tensor v, const OptionalTensor& top, const OptionalTensor& low,
-               const OptionalTensor& scale_tensor, double lr, double beta1, double beta2, double eps, double weight_decay,
-               std::int64_t step, double scale, bool decoupled) {
+               const OptionalTensor& scale_tensor, const OptionalTensor& numbers, double lr, double beta1, double beta2,
+               double eps, double weight_decay, std::int64_t step, double scale, bool decoupled) {
   if (p.numel() == 0) return;
   const c10::cuda::CUDAGuard guard(p.device());
   const Tensor device_scale = as_double(scale_tensor);
-  const AdamNumbers numbers{.scale = scale,
-                            .decay = decoupled ? 0 : weight_decay,
-                            .keep = decoupled ? 1 - lr * weight_decay : 1,
-                            .beta1 = beta1,
-                            .beta2 = beta2,
-                            .step_size = lr / (1 - std::pow(beta1, static_cast<double>(step))),
-                            .root_correction = std::sqrt(1 - std::pow(beta2, static_cast<double>(step))),
-                            .eps = eps};
-  launch_adam(memory_of(p, g, low, device_scale), {m.data_ptr(), v.data_ptr(), top ? top->data_ptr() : nullptr}, numbers,
-              c10::cuda::getCurrentCUDAStream());
+  const auto own = std::bit_cast<AdamNumbers>(numbers_of(AdamStep{.lr = lr,
+                                                                  .beta1 = beta1,
+                                                                  .beta2 = beta2,
+                                                                  .eps = eps,
+                                                                  .weight_decay = weight_decay,
+                                                                  .step = step,
+                                                                  .gradient_scale = scale,
+                                                                  .decoupled = decoupled}));
+  launch_adam(memory_of(p, g, low, device_scale, numbers), {m.data_ptr(), v.data_ptr(), top ? top->data_ptr() : nullptr},
+              own, c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void sgd_cuda(Tensor p, const Tensor& g, const OptionalTensor& buffer, const OptionalTensor& low,
-              const OptionalTensor& scale_tensor, double lr, double momentum, double dampening, double weight_decay,
-              std::int64_t step, double scale, bool nesterov) {
+              const OptionalTensor& scale_tensor, const OptionalTensor& numbers, double lr, double momentum,
+              double dampening, double weight_decay, std::int64_t step, double scale, bool nesterov) {
   if (p.numel() == 0) return;
   const c10::cuda::CUDAGuard guard(p.device());
   const Tensor device_scale = as_double(scale_tensor);
-  const bool first = step == 1;
-  const SgdNumbers numbers{.scale = scale,
-                           .decay = weight_decay,
-                           .lr = lr,
-                           .old_momentum = first ? 0 : momentum,
-                           .fresh = first ? 1 : 1 - dampening,
-                           .ahead = nesterov ? 1.0 : 0.0,
-                           .weight = nesterov ? momentum : 1};
-  launch_sgd(memory_of(p, g, low, device_scale), buffer ? buffer->data_ptr() : nullptr, numbers,
+  const auto own = std::bit_cast<SgdNumbers>(numbers_of(SgdStep{.lr = lr,
+                                                                .momentum = momentum,
+                                                                .dampening = dampening,
+                                                                .weight_decay = weight_decay,
+                                                                .step = step,
+                                                                .gradient_scale = scale,
+                                                                .nesterov = nesterov}));
+  launch_sgd(memory_of(p, g, low, device_scale, numbers), buffer ? buffer->data_ptr() : nullptr, own,
              c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

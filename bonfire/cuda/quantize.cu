@@ -8,8 +8,8 @@ namespace bonfire::cuda {
 namespace {
 
 constexpr int threads = 256;
-constexpr int width = 8;  // elements that a thread reads at once
-constexpr int tile = 128;  // rows and columns of a block
+constexpr int width = 8;         // elements that a thread reads at once
+constexpr int tile = 128;        // rows and columns of a block
 constexpr int words = tile / 4;  // of four rows of one column
 
 // Magnitudes are not negative, so their bits are in the order of the numbers.
@@ -36,6 +36,7 @@ struct Quantize {
   unsigned char *values, *transposed;
   float *inverse, *history, *measured;
   int length, now, next;
+  const std::int64_t* later;
   std::int64_t rows, columns;
 };
 
@@ -44,6 +45,11 @@ struct Quantize {
 template <class T, bool wide_range>
 __global__ void __launch_bounds__(threads) quantize_kernel(Quantize<T> a) {
   __shared__ std::uint32_t turned[tile][words];
+  if (a.later) {
+    const int shift = static_cast<int>(*a.later % a.length);
+    a.now = (a.now + shift) % a.length;
+    a.next = (a.next + shift) % a.length;
+  }
   float magnitude = 0;
   if (a.measured) {
     magnitude = *a.measured;
@@ -56,7 +62,8 @@ __global__ void __launch_bounds__(threads) quantize_kernel(Quantize<T> a) {
     *a.inverse = 1.0f / scale;
     if (a.next != a.now) a.history[a.next] = 0;
   }
-  const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * tile, row = static_cast<std::int64_t>(blockIdx.y) * tile;
+  const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * tile,
+                     row = static_cast<std::int64_t>(blockIdx.y) * tile;
   const int lane = threadIdx.x % 16;
   float largest = 0;
 #pragma unroll
@@ -165,6 +172,7 @@ Quantize<T> arguments(const QuantizeMemory& memory) {
           memory.length,
           memory.now,
           memory.next,
+          memory.later,
           memory.rows,
           memory.columns};
 }
@@ -200,8 +208,8 @@ void launch_magnitude(const QuantizeMemory& memory, cudaStream_t stream) {
   cudaMemsetAsync(memory.measured, 0, sizeof(float), stream);
   with_narrow(memory, [&](auto t) {
     using T = decltype(t);
-    magnitude_kernel<T><<<static_cast<unsigned>(blocks), threads, 0, stream>>>(static_cast<const T*>(memory.x), packs,
-                                                                               memory.measured);
+    magnitude_kernel<T>
+        <<<static_cast<unsigned>(blocks), threads, 0, stream>>>(static_cast<const T*>(memory.x), packs, memory.measured);
   });
 }
 

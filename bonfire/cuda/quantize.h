@@ -15,7 +15,8 @@ struct QuantizeMemory {
   // Elements are scaled by the largest of these but two, one of which gets their own largest magnitude, and the other zero.
   float* history = nullptr;
   int length = 0, now = 0, next = 0;
-  float* measured = nullptr;  // instead, by this one, which launch_magnitude has made
+  const std::int64_t* later = nullptr;  // or null: how many places behind those two the two are
+  float* measured = nullptr;            // instead, by this one, which launch_magnitude has made
   std::int64_t rows = 0, columns = 0;
   Element type = Element::bf16;
   bool wide_range = false;

@@ -31,8 +31,9 @@ Tensor scale_for(const Tensor& magnitude, bool wide_range) {
   return magnitude.reciprocal().mul(largest(wide_range)).masked_fill(magnitude.eq(0), 1.0);
 }
 
-ThreeTensors quantize_composite(const Tensor& x, Tensor history, std::int64_t position, bool measure, bool wide_range,
-                                bool values, bool transposed) {
+ThreeTensors quantize_composite(const Tensor& x, Tensor history, const OptionalTensor& later, std::int64_t position,
+                                bool measure, bool wide_range, bool values, bool transposed) {
+  if (later) position += later->item<std::int64_t>();
   const Tensor magnitude = x.abs().amax().to(at::kFloat).reshape({1});
   const std::int64_t length = history.numel(), now = position % length, next = (position + 1) % length;
   Tensor used = magnitude;
@@ -114,8 +115,10 @@ Quantized Fp8Product::quantize(Role role, const Tensor& given, bool values, bool
   // The first call has nothing to go by.
   const bool measure = !delayed || calls_[role] == 0;
   auto [straight, turned, inverse] =
-      BONFIRE_OPERATOR("bonfire::fp8_quantize", ThreeTensors(const Tensor&, Tensor, std::int64_t, bool, bool, bool, bool))
-          .call(x, history, calls_[role]++, measure, wide_range, values, transposed);
+      BONFIRE_OPERATOR("bonfire::fp8_quantize",
+                       ThreeTensors(const Tensor&, Tensor, const OptionalTensor&, std::int64_t, bool, bool, bool, bool))
+          .call(x, history, later_.defined() ? OptionalTensor(later_.select(0, role)) : std::nullopt, calls_[role]++,
+                measure, wide_range, values, transposed);
   return {straight, turned, inverse};
 }
 
@@ -142,11 +145,9 @@ Quantized Fp8Product::gradient(const Tensor& dy) {
 Tensor Fp8Product::input_gradient(const Quantized& dy, const Tensor& weight) {
   const bool rows = recipe_.scales == Fp8Scales::row;
   const Quantized right = rows ? by_rows(weight.t(), false) : quantize(Role::weight, weight, false, true);
-  return multiplied({.a = dy.values,
-                     .inverse_a = dy.inverse,
-                     .b = rows ? right.values : right.transposed,
-                     .inverse_b = right.inverse},
-                    weight.scalar_type());
+  return multiplied(
+      {.a = dy.values, .inverse_a = dy.inverse, .b = rows ? right.values : right.transposed, .inverse_b = right.inverse},
+      weight.scalar_type());
 }
 
 Tensor Fp8Product::weight_gradient(const Quantized& dy, const Tensor& plain_dy, const Quantized& kept, const Tensor& rows,

@@ -57,13 +57,21 @@ class BONFIRE_API Fp8Product {
   at::Tensor weight_gradient(const Quantized& dy, const at::Tensor& plain_dy, const Quantized& x, const at::Tensor& rows,
                              const WeightGradientOptions& options);
 
- private:
   enum Role { input, weight, gradient_of_output, roles };
+  // How often each was scaled. Calls that were captured once and are done again are counted apart, on the device: `later`,
+  // one int64 for each role, is added wherever the number of a call matters.
+  using Calls = std::array<std::int64_t, roles>;
+  const Calls& calls() const { return calls_; }
+  void set_calls(const Calls& calls) { calls_ = calls; }
+  void set_later(const at::Tensor& later) { later_ = later; }
+
+ private:
   Quantized quantize(Role role, const at::Tensor& x, bool values, bool transposed);
 
   Fp8Recipe recipe_;
   std::array<at::Tensor, roles> history_;  // largest magnitudes of the last calls
-  std::array<std::int64_t, roles> calls_{};
+  Calls calls_{};
+  at::Tensor later_{};
 };
 
 }  // namespace bonfire

@@ -24,7 +24,8 @@ TORCH_LIBRARY(bonfire, m) {
   // otherwise by the largest of `history`, whose place `position` gets its own; neither that place nor the one after it
   // counts.
   m.def(
-      "fp8_quantize(Tensor x, Tensor(a!) history, int position, bool measure, bool wide_range, bool values, bool "
+      "fp8_quantize(Tensor x, Tensor(a!) history, Tensor? later, int position, bool measure, bool wide_range, bool values, "
+      "bool "
       "transposed) "
       "-> (Tensor values, Tensor transposed, Tensor inverse)");
   m.def("fp8_quantize_rows(Tensor x, bool wide_range) -> (Tensor values, Tensor inverse)");
@@ -63,11 +64,13 @@ TORCH_LIBRARY(bonfire, m) {
   m.def(
       "adam_(Tensor(a!) parameters, Tensor gradients, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? "
       "max_exp_avg_sq, "
-      "Tensor(e!)? low_precision, Tensor? scale_tensor, float lr, float beta1, float beta2, float eps, float weight_decay, "
+      "Tensor(e!)? low_precision, Tensor? scale_tensor, Tensor? numbers, float lr, float beta1, float beta2, float eps, "
+      "float weight_decay, "
       "int step, float scale, bool decoupled) -> ()");
   m.def(
       "sgd_(Tensor(a!) parameters, Tensor gradients, Tensor(b!)? momentum_buffer, Tensor(c!)? low_precision, Tensor? "
-      "scale_tensor, float lr, float momentum, float dampening, float weight_decay, int step, float scale, bool nesterov) "
+      "scale_tensor, Tensor? numbers, float lr, float momentum, float dampening, float weight_decay, int step, float scale, "
+      "bool nesterov) "
       "-> "
       "()");
   m.def("sum_of_squares(Tensor tensor) -> Tensor");

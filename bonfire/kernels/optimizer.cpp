@@ -1,5 +1,6 @@
 #include "bonfire/kernels/optimizer.h"
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <vector>
@@ -62,8 +63,9 @@ BONFIRE_INLINE void amsgrad_loop(C* __restrict p, const G* __restrict g, C* __re
 
 template <class C>
 struct SgdConstants {
-  C scale, decay, momentum, one_minus_dampening, lr;
-  bool nesterov, first;
+  C scale, decay, lr;
+  C old, fresh;     // the new momentum is old times the old one and fresh times the gradient
+  C ahead, weight;  // the direction is ahead times the gradient and weight times the new momentum
 };
 
 template <class C, class G>
@@ -75,14 +77,14 @@ BONFIRE_INLINE void sgd_loop(C* __restrict p, const G* __restrict g, std::int64_
 template <class C, class G>
 BONFIRE_INLINE void momentum_loop(C* __restrict p, const G* __restrict g, C* __restrict m, std::int64_t n,
                                   const SgdConstants<C>& k) {
-  const C old = k.first ? C(0) : k.momentum, fresh = k.first ? C(1) : k.one_minus_dampening;
-  const C ahead = k.nesterov ? C(1) : C(0), weight = k.nesterov ? k.momentum : C(1);
+  // At the first step, when it may hold anything, the buffer is not read.
+  const bool first = k.old == C(0);
 #pragma omp simd
   for (std::int64_t i = 0; i < n; ++i) {
     const C gradient = static_cast<C>(load(g[i])) * k.scale + k.decay * p[i];
-    const C moved = (k.first ? C(0) : old * m[i]) + fresh * gradient;
+    const C moved = (first ? C(0) : k.old * m[i]) + k.fresh * gradient;
     m[i] = moved;
-    p[i] -= k.lr * (ahead * gradient + weight * moved);
+    p[i] -= k.lr * (k.ahead * gradient + k.weight * moved);
   }
 }
 
@@ -150,25 +152,42 @@ void write_low_precision(const OptionalTensor& low, const Tensor& parameters, st
 
 double whole_scale(double scale, const OptionalTensor& tensor) { return tensor ? scale * tensor->item<double>() : scale; }
 
+bool changes_nothing(const OptionalTensor& scale) { return scale && std::isnan(scale->item<double>()); }
+
+// Those in the tensor, or else `own`. From another device the host waits for them.
+StepNumbers read_numbers(const OptionalTensor& given, const StepNumbers& own) {
+  if (!given) return own;
+  const Tensor here = given->cpu();
+  StepNumbers numbers;
+  std::copy_n(here.const_data_ptr<double>(), numbers.size(), numbers.begin());
+  return numbers;
+}
+
 void adam_cpu(Tensor p, const Tensor& g, Tensor m, Tensor v, const OptionalTensor& top, const OptionalTensor& low,
-              const OptionalTensor& scale_tensor, double lr, double beta1, double beta2, double eps, double weight_decay,
-              std::int64_t step, double scale, bool decoupled) {
-  scale = whole_scale(scale, scale_tensor);
-  const double correction1 = 1 - std::pow(beta1, static_cast<double>(step));
-  const double correction2 = 1 - std::pow(beta2, static_cast<double>(step));
+              const OptionalTensor& scale_tensor, const OptionalTensor& numbers, double lr, double beta1, double beta2,
+              double eps, double weight_decay, std::int64_t step, double scale, bool decoupled) {
+  if (changes_nothing(scale_tensor)) return;
+  const auto n = read_numbers(numbers, numbers_of(AdamStep{.lr = lr,
+                                                           .beta1 = beta1,
+                                                           .beta2 = beta2,
+                                                           .eps = eps,
+                                                           .weight_decay = weight_decay,
+                                                           .step = step,
+                                                           .gradient_scale = scale,
+                                                           .decoupled = decoupled}));
   dispatch_step("adam_", p, g, [&](auto c, auto t) {
     using C = decltype(c);
     using G = decltype(t);
-    const AdamConstants<C> k{.scale = static_cast<C>(scale),
-                             .decay = static_cast<C>(decoupled ? 0 : weight_decay),
-                             .keep = static_cast<C>(decoupled ? 1 - lr * weight_decay : 1),
-                             .beta1 = static_cast<C>(beta1),
-                             .one_minus_beta1 = static_cast<C>(1 - beta1),
-                             .beta2 = static_cast<C>(beta2),
-                             .one_minus_beta2 = static_cast<C>(1 - beta2),
-                             .step_size = static_cast<C>(lr / correction1),
-                             .root_correction = static_cast<C>(std::sqrt(correction2)),
-                             .eps = static_cast<C>(eps)};
+    const AdamConstants<C> k{.scale = static_cast<C>(whole_scale(n[0], scale_tensor)),
+                             .decay = static_cast<C>(n[1]),
+                             .keep = static_cast<C>(n[2]),
+                             .beta1 = static_cast<C>(n[3]),
+                             .one_minus_beta1 = static_cast<C>(1 - n[3]),
+                             .beta2 = static_cast<C>(n[4]),
+                             .one_minus_beta2 = static_cast<C>(1 - n[4]),
+                             .step_size = static_cast<C>(n[5]),
+                             .root_correction = static_cast<C>(n[6]),
+                             .eps = static_cast<C>(n[7])};
     C* pp = p.data_ptr<C>();
     const G* gp = g.const_data_ptr<G>();
     C* mp = m.data_ptr<C>();
@@ -177,42 +196,49 @@ void adam_cpu(Tensor p, const Tensor& g, Tensor m, Tensor v, const OptionalTenso
     at::parallel_for(0, p.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
       // Short runs, so that the low-precision copy reads parameters that are still in the cache.
       for (std::int64_t at = begin; at < end; at += 4096) {
-        const std::int64_t n = std::min<std::int64_t>(4096, end - at);
+        const std::int64_t count = std::min<std::int64_t>(4096, end - at);
         if (tp)
-          amsgrad_rows(pp + at, gp + at, mp + at, vp + at, tp + at, n, k);
+          amsgrad_rows(pp + at, gp + at, mp + at, vp + at, tp + at, count, k);
         else
-          adam_rows(pp + at, gp + at, mp + at, vp + at, n, k);
-        write_low_precision(low, p, at, at + n);
+          adam_rows(pp + at, gp + at, mp + at, vp + at, count, k);
+        write_low_precision(low, p, at, at + count);
       }
     });
   });
 }
 
 void sgd_cpu(Tensor p, const Tensor& g, const OptionalTensor& buffer, const OptionalTensor& low,
-             const OptionalTensor& scale_tensor, double lr, double momentum, double dampening, double weight_decay,
-             std::int64_t step, double scale, bool nesterov) {
-  scale = whole_scale(scale, scale_tensor);
+             const OptionalTensor& scale_tensor, const OptionalTensor& numbers, double lr, double momentum, double dampening,
+             double weight_decay, std::int64_t step, double scale, bool nesterov) {
+  if (changes_nothing(scale_tensor)) return;
+  const auto n = read_numbers(numbers, numbers_of(SgdStep{.lr = lr,
+                                                          .momentum = momentum,
+                                                          .dampening = dampening,
+                                                          .weight_decay = weight_decay,
+                                                          .step = step,
+                                                          .gradient_scale = scale,
+                                                          .nesterov = nesterov}));
   dispatch_step("sgd_", p, g, [&](auto c, auto t) {
     using C = decltype(c);
     using G = decltype(t);
-    const SgdConstants<C> k{.scale = static_cast<C>(scale),
-                            .decay = static_cast<C>(weight_decay),
-                            .momentum = static_cast<C>(momentum),
-                            .one_minus_dampening = static_cast<C>(1 - dampening),
-                            .lr = static_cast<C>(lr),
-                            .nesterov = nesterov,
-                            .first = step == 1};
+    const SgdConstants<C> k{.scale = static_cast<C>(whole_scale(n[0], scale_tensor)),
+                            .decay = static_cast<C>(n[1]),
+                            .lr = static_cast<C>(n[2]),
+                            .old = static_cast<C>(n[3]),
+                            .fresh = static_cast<C>(n[4]),
+                            .ahead = static_cast<C>(n[5]),
+                            .weight = static_cast<C>(n[6])};
     C* pp = p.data_ptr<C>();
     const G* gp = g.const_data_ptr<G>();
     C* mp = buffer ? buffer->data_ptr<C>() : nullptr;
     at::parallel_for(0, p.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t at = begin; at < end; at += 4096) {
-        const std::int64_t n = std::min<std::int64_t>(4096, end - at);
+        const std::int64_t count = std::min<std::int64_t>(4096, end - at);
         if (mp)
-          momentum_rows(pp + at, gp + at, mp + at, n, k);
+          momentum_rows(pp + at, gp + at, mp + at, count, k);
         else
-          sgd_rows(pp + at, gp + at, n, k);
-        write_low_precision(low, p, at, at + n);
+          sgd_rows(pp + at, gp + at, count, k);
+        write_low_precision(low, p, at, at + count);
       }
     });
   });
@@ -243,35 +269,48 @@ Tensor scaled_gradient(const Tensor& p, const Tensor& g, const OptionalTensor& s
 }
 
 void adam_composite(Tensor p, const Tensor& g, Tensor m, Tensor v, const OptionalTensor& top, const OptionalTensor& low,
-                    const OptionalTensor& scale_tensor, double lr, double beta1, double beta2, double eps,
-                    double weight_decay, std::int64_t step, double scale, bool decoupled) {
-  const double correction1 = 1 - std::pow(beta1, static_cast<double>(step));
-  const double correction2 = 1 - std::pow(beta2, static_cast<double>(step));
-  Tensor gradient = scaled_gradient(p, g, scale_tensor, scale);
-  if (decoupled)
-    p.mul_(1 - lr * weight_decay);
-  else
-    gradient.add_(p, weight_decay);
-  m.mul_(beta1).add_(gradient, 1 - beta1);
-  v.mul_(beta2).addcmul_(gradient, gradient, 1 - beta2);
+                    const OptionalTensor& scale_tensor, const OptionalTensor& numbers, double lr, double beta1, double beta2,
+                    double eps, double weight_decay, std::int64_t step, double scale, bool decoupled) {
+  if (changes_nothing(scale_tensor)) return;
+  const auto n = read_numbers(numbers, numbers_of(AdamStep{.lr = lr,
+                                                           .beta1 = beta1,
+                                                           .beta2 = beta2,
+                                                           .eps = eps,
+                                                           .weight_decay = weight_decay,
+                                                           .step = step,
+                                                           .gradient_scale = scale,
+                                                           .decoupled = decoupled}));
+  Tensor gradient = scaled_gradient(p, g, scale_tensor, n[0]);
+  if (n[1] != 0) gradient.add_(p, n[1]);
+  if (n[2] != 1) p.mul_(n[2]);
+  m.mul_(n[3]).add_(gradient, 1 - n[3]);
+  v.mul_(n[4]).addcmul_(gradient, gradient, 1 - n[4]);
   if (top) top->copy_(at::maximum(*top, v));
-  p.addcdiv_(m, (top ? *top : v).sqrt().div_(std::sqrt(correction2)).add_(eps), -lr / correction1);
+  p.addcdiv_(m, (top ? *top : v).sqrt().div_(n[6]).add_(n[7]), -n[5]);
   if (low) low->copy_(p);
 }
 
 void sgd_composite(Tensor p, const Tensor& g, const OptionalTensor& buffer, const OptionalTensor& low,
-                   const OptionalTensor& scale_tensor, double lr, double momentum, double dampening, double weight_decay,
-                   std::int64_t step, double scale, bool nesterov) {
-  Tensor gradient = scaled_gradient(p, g, scale_tensor, scale).add_(p, weight_decay);
+                   const OptionalTensor& scale_tensor, const OptionalTensor& numbers, double lr, double momentum,
+                   double dampening, double weight_decay, std::int64_t step, double scale, bool nesterov) {
+  if (changes_nothing(scale_tensor)) return;
+  const auto n = read_numbers(numbers, numbers_of(SgdStep{.lr = lr,
+                                                          .momentum = momentum,
+                                                          .dampening = dampening,
+                                                          .weight_decay = weight_decay,
+                                                          .step = step,
+                                                          .gradient_scale = scale,
+                                                          .nesterov = nesterov}));
+  Tensor gradient = scaled_gradient(p, g, scale_tensor, n[0]).add_(p, n[1]);
   Tensor direction = gradient;
   if (buffer) {
-    if (step == 1)
-      buffer->copy_(gradient);
+    if (n[3] == 0)
+      buffer->copy_(gradient.mul(n[4]));
     else
-      buffer->mul_(momentum).add_(gradient, 1 - dampening);
-    direction = nesterov ? gradient.add(*buffer, momentum) : *buffer;
+      buffer->mul_(n[3]).add_(gradient, n[4]);
+    direction = n[5] != 0 ? gradient.mul(n[5]).add_(*buffer, n[6]) : *buffer;
   }
-  p.add_(direction, -lr);
+  p.add_(direction, -n[2]);
   if (low) low->copy_(p);
 }
 
@@ -299,17 +338,50 @@ void check_parameters(const char* kernel, const Tensor& parameters, const Tensor
   if (low.defined()) check(kernel, "the low-precision copy", parameters, low);
 }
 
+void check_numbers(const char* kernel, const Tensor& parameters, const Tensor& numbers) {
+  if (!numbers.defined()) return;
+  require(numbers.scalar_type() == at::kDouble && numbers.is_contiguous() && numbers.device() == parameters.device() &&
+              numbers.numel() == static_cast<std::int64_t>(step_numbers),
+          "{}: the step's numbers are {} of {} on {}; allowed: {} of Double on {}", kernel, numbers.numel(),
+          c10::toString(numbers.scalar_type()), numbers.device().str(), step_numbers, parameters.device().str());
+}
+
 }  // namespace
+
+StepNumbers numbers_of(const AdamStep& s) {
+  const auto step = static_cast<double>(s.step);
+  return {s.maximize ? -s.gradient_scale : s.gradient_scale,
+          s.decoupled ? 0 : s.weight_decay,
+          s.decoupled ? 1 - s.lr * s.weight_decay : 1,
+          s.beta1,
+          s.beta2,
+          s.lr / (1 - std::pow(s.beta1, step)),
+          std::sqrt(1 - std::pow(s.beta2, step)),
+          s.eps};
+}
+
+StepNumbers numbers_of(const SgdStep& s) {
+  const bool first = s.step == 1;
+  return {s.maximize ? -s.gradient_scale : s.gradient_scale,
+          s.weight_decay,
+          s.lr,
+          first ? 0 : s.momentum,
+          first ? 1 : 1 - s.dampening,
+          s.nesterov ? 1.0 : 0.0,
+          s.nesterov ? s.momentum : 1,
+          0};
+}
 
 void adam_(const AdamBuffers& b, const AdamStep& s) {
   check_parameters("adam_", b.parameters, b.gradients, b.low_precision);
   check_state("adam_", "exp_avg", b.parameters, b.exp_avg);
   check_state("adam_", "exp_avg_sq", b.parameters, b.exp_avg_sq);
   if (b.max_exp_avg_sq.defined()) check_state("adam_", "max_exp_avg_sq", b.parameters, b.max_exp_avg_sq);
+  check_numbers("adam_", b.parameters, b.numbers);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("bonfire::adam_", "").typed<decltype(adam_composite)>();
   op.call(b.parameters, b.gradients, b.exp_avg, b.exp_avg_sq, optional(b.max_exp_avg_sq), optional(b.low_precision),
-          optional(b.gradient_scale), s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.step,
+          optional(b.gradient_scale), optional(b.numbers), s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.step,
           s.maximize ? -s.gradient_scale : s.gradient_scale, s.decoupled);
 }
 
@@ -318,10 +390,11 @@ void sgd_(const SgdBuffers& b, const SgdStep& s) {
   require(s.momentum == 0 || b.momentum.defined(), "sgd_: the momentum is {} and there is no buffer for it", s.momentum);
   const bool with_momentum = s.momentum != 0;
   if (with_momentum) check_state("sgd_", "the momentum", b.parameters, b.momentum);
+  check_numbers("sgd_", b.parameters, b.numbers);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("bonfire::sgd_", "").typed<decltype(sgd_composite)>();
   op.call(b.parameters, b.gradients, with_momentum ? optional(b.momentum) : std::nullopt, optional(b.low_precision),
-          optional(b.gradient_scale), s.lr, s.momentum, s.dampening, s.weight_decay, s.step,
+          optional(b.gradient_scale), optional(b.numbers), s.lr, s.momentum, s.dampening, s.weight_decay, s.step,
           s.maximize ? -s.gradient_scale : s.gradient_scale, s.nesterov);
 }
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +19,11 @@ struct AdamBuffers {
   at::Tensor exp_avg_sq;
   at::Tensor max_exp_avg_sq{};  // given: amsgrad
   at::Tensor low_precision{};   // given: the new parameters are written here as well, rounded
-  at::Tensor gradient_scale{};  // given: one element on the same device that multiplies `AdamStep::gradient_scale`
+  // Given: one element on the same device that multiplies `AdamStep::gradient_scale`. Not a number: nothing changes.
+  at::Tensor gradient_scale{};
+  // Given: what numbers_of makes, fp64 on the same device, in place of everything in AdamStep: work that was captured once
+  // reads there what is different each time.
+  at::Tensor numbers{};
 };
 
 struct AdamStep {
@@ -40,6 +46,7 @@ struct SgdBuffers {
   at::Tensor momentum{};  // needed where the momentum is not 0
   at::Tensor low_precision{};
   at::Tensor gradient_scale{};
+  at::Tensor numbers{};
 };
 
 struct SgdStep {
@@ -54,6 +61,12 @@ struct SgdStep {
 };
 
 BONFIRE_API void sgd_(const SgdBuffers& buffers, const SgdStep& step);
+
+// What a step multiplies with, in the order in which kernels read it.
+inline constexpr std::size_t step_numbers = 8;
+using StepNumbers = std::array<double, step_numbers>;
+BONFIRE_API StepNumbers numbers_of(const AdamStep& step);
+BONFIRE_API StepNumbers numbers_of(const SgdStep& step);
 
 // Sum of the squares of all elements, as one fp64 element on the tensor's device. Accumulated in double in a fixed order,
 // whatever the number of threads.

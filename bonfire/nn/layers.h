@@ -45,6 +45,7 @@ class BONFIRE_API LinearImpl : public WeightedImpl {
                    const std::shared_ptr<KnownSums>& known = {});
   // From now on its products are made in fp8; null: no longer.
   void set_fp8(std::shared_ptr<Fp8Product> fp8) { fp8_ = std::move(fp8); }
+  const std::shared_ptr<Fp8Product>& fp8() const { return fp8_; }
   // Whether `after` keeps the norm, or the activation, for backward all the same.
   void set_keep_norm(bool keep) { keep_norm_ = keep; }
   void set_keep_activation(bool keep) { keep_activation_ = keep; }

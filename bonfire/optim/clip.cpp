@@ -5,6 +5,7 @@
 #include <limits>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/zeros.h>
 
 #include "bonfire/base/error.h"
@@ -39,16 +40,26 @@ at::Tensor local_squares(const Engine& engine, const std::function<bool(const Fl
   return at::zeros({}, at::TensorOptions(at::kDouble).device(engine.flats().front()->parameters().front().device()));
 }
 
-double norm_over_shares(const Engine& engine, at::Tensor squares) {
+void add_over_shares(const Engine& engine, at::Tensor& squares) {
   engine.mesh().group(Axis::shard).all_reduce(squares).wait();
+}
+
+double norm_over_shares(const Engine& engine, at::Tensor squares) {
+  add_over_shares(engine, squares);
   return std::sqrt(squares.item<double>());
 }
 
 double gradient_norm(const Engine& engine) { return norm_over_shares(engine, local_squares(engine)); }
 
-double clip_factor(double norm, double limit) {
-  // The small number is torch's: it keeps a norm of exactly zero from dividing.
-  return limit > 0 && norm > limit ? limit / (norm + 1e-6) : 1;
+namespace {
+constexpr double never_zero = 1e-6;  // torch's: it keeps a norm of exactly zero from dividing
+}  // namespace
+
+double clip_factor(double norm, double limit) { return limit > 0 && norm > limit ? limit / (norm + never_zero) : 1; }
+
+at::Tensor clip_factor(const at::Tensor& norm, double limit) {
+  if (limit <= 0) return at::full_like(norm, 1);
+  return at::full_like(norm, limit).div_(norm.add(never_zero)).masked_fill_(norm.gt(limit).logical_not_(), 1);
 }
 
 void clip_values(Engine& engine, double limit) {

@@ -20,9 +20,13 @@ BONFIRE_API double gradient_norm(const Engine& engine);
 BONFIRE_API at::Tensor local_squares(const Engine& engine,
                                      const std::function<bool(const FlatParameter& flat)>& counts = {});
 BONFIRE_API double norm_over_shares(const Engine& engine, at::Tensor squares);
+// The same sum without its root, in place and on the device. Collective.
+BONFIRE_API void add_over_shares(const Engine& engine, at::Tensor& squares);
 
 // What gradients of this norm are multiplied with, so that they are no longer than `limit`; 1 where it is 0.
 BONFIRE_API double clip_factor(double norm, double limit);
+// The same number, to the bit, of a norm on a device, on that device.
+BONFIRE_API at::Tensor clip_factor(const at::Tensor& norm, double limit);
 
 // Limits each element of the gradients to [-limit, limit]. NaN stays.
 BONFIRE_API void clip_values(Engine& engine, double limit);

@@ -5,6 +5,9 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/zeros.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/kernels/optimizer.h"
@@ -84,6 +87,12 @@ void Optimizer::add_ranges(std::size_t flat, double gradient_scale, std::vector<
                                                 .weight_decay = stretch.setting.weight_decay,
                                                 .gradient_scale = gradient_scale,
                                                 .step = steps_ - stretch.setting.began});
+        if (device_.scale.defined()) {
+          const auto setting = std::find(device_.settings.begin(), device_.settings.end(), stretch.setting);
+          require(setting != device_.settings.end(), "a step on the device was not prepared for the layout that it meets");
+          range.scale_on_device = device_.scale;
+          range.numbers_on_device = device_.numbers.select(0, setting - device_.settings.begin());
+        }
         for (const auto& tensor : state_.flats()[flat].shares[share].tensors) range.state.push_back(part(tensor));
       }
   }
@@ -122,9 +131,8 @@ namespace {
 
 double scale_of(const StepOptions& options) { return options.scaler ? options.scaler->scale() : 1; }
 
-// Limits what is to be limited; the norm of the unscaled gradients, where somebody wants to know.
-double look_at_gradients(std::span<Engine* const> engines, const StepOptions& options, const ModelParts& parts) {
-  const double loss_scale = scale_of(options);
+// Limits what is to be limited; the sum of the squares of all gradients, on the device, where somebody wants to know.
+at::Tensor look_at_gradients(std::span<Engine* const> engines, const StepOptions& options, const ModelParts& parts) {
   const bool may_skip = options.scaler || options.skip_non_finite;
   const auto squares_of_all = [&] {
     at::Tensor sum;
@@ -139,13 +147,14 @@ double look_at_gradients(std::span<Engine* const> engines, const StepOptions& op
   if (options.clip_value > 0) {
     // An infinity is limited like any other number. Whoever would skip the step must hear of it all the same.
     if (may_skip) spoilt = squares_of_all().mul_(0);
-    for (auto* engine : engines) clip_values(*engine, options.clip_value * loss_scale);
+    for (auto* engine : engines) clip_values(*engine, options.clip_value * scale_of(options));
   }
-  if (options.clip <= 0 && !may_skip) return std::numeric_limits<double>::quiet_NaN();
+  if (options.clip <= 0 && !may_skip) return {};
   auto squares = squares_of_all();
   if (spoilt.defined()) squares.add_(spoilt);
   if (parts.ranks.size() > 1) parts.ranks.all_reduce(squares).wait();
-  return norm_over_shares(*engines.front(), squares) / loss_scale;
+  add_over_shares(*engines.front(), squares);
+  return squares;
 }
 
 }  // namespace
@@ -174,7 +183,9 @@ StepResult Optimizer::step_together(std::span<Optimizer* const> optimizers, cons
     engines.push_back(&optimizer->engine_);
   }
   const double loss_scale = scale_of(options);
-  StepResult result{.gradient_norm = look_at_gradients(engines, options, parts)};
+  StepResult result;
+  if (const auto squares = look_at_gradients(engines, options, parts); squares.defined())
+    result.gradient_norm = std::sqrt(squares.item<double>()) / loss_scale;
   const bool finite = std::isfinite(result.gradient_norm);
   GradientUse use;
   if (options.scaler) {
@@ -191,6 +202,63 @@ StepResult Optimizer::step_together(std::span<Optimizer* const> optimizers, cons
     optimizer->engine_.spend_gradients(use);
   }
   return result;
+}
+
+void Optimizer::prepare_on_device(bool unknown) {
+  follow_engine();
+  auto& settings = device_.settings;
+  settings.clear();
+  for (const auto& flat : stretches_)
+    for (const auto& share : flat)
+      for (const auto& stretch : share)
+        if (std::find(settings.begin(), settings.end(), stretch.setting) == settings.end())
+          settings.push_back(stretch.setting);
+
+  const auto device = engine_.flats().front()->parameters().front().device();
+  auto rows = at::empty({2, static_cast<std::int64_t>(settings.size()), static_cast<std::int64_t>(step_numbers)},
+                        at::TensorOptions(at::kDouble).pinned_memory(!device.is_cpu()));
+  auto* next = rows.data_ptr<double>();
+  for (const bool after_change : {false, true})
+    for (const auto& setting : settings) {
+      Range range;
+      range.lr = lr_ * setting.lr_factor;
+      range.weight_decay = setting.weight_decay;
+      range.step = steps_ + 1 + (unknown && after_change ? 1 : 0) - setting.began;
+      const auto row = numbers(range);
+      next = std::copy(row.begin(), row.end(), next);
+    }
+  if (!device_.changed.defined()) device_.changed = at::zeros({1}, at::TensorOptions(at::kLong).device(device));
+  // Captured work reads where the table lies, so it stays there.
+  auto& table = device_.table;
+  if (!table.defined() || table.sizes() != rows.sizes())
+    table = at::empty(rows.sizes(), at::TensorOptions(at::kDouble).device(device));
+  table.copy_(rows, /*non_blocking=*/true);
+}
+
+at::Tensor Optimizer::step_on_device(const StepOptions& options, const at::Tensor& loss) {
+  require(!options.scaler && options.skip_non_finite,
+          "a step on the device knows no gradient scaler, and changes nothing where gradients are not finite");
+  require(device_.table.defined() && !state_.follow(engine_, steps_), "a step on the device was not prepared");
+  const at::NoGradGuard no_grad;
+  Engine* const engine = &engine_;
+  const auto norm = look_at_gradients({&engine, 1}, options, {}).sqrt_();
+  const auto finite = at::isfinite(norm).logical_and_(at::isfinite(loss).reshape(norm.sizes()));
+  const auto issued = [this](at::Tensor numbers, at::Tensor scale) {
+    device_.numbers = std::move(numbers);
+    device_.scale = std::move(scale);
+  };
+  issued(device_.table.index_select(0, device_.changed)[0],
+         clip_factor(norm, options.clip).masked_fill_(finite.logical_not(), std::numeric_limits<double>::quiet_NaN()));
+  try {
+    device_.changed.copy_(finite.view({1}));
+    update_all(1);
+  } catch (...) {
+    issued({}, {});
+    throw;
+  }
+  issued({}, {});
+  engine_.spend_gradients();
+  return norm;
 }
 
 namespace {
@@ -215,22 +283,30 @@ Adam::Adam(Engine& engine, const AdamOptions& options, bool decoupled)
           "betas are {} and {}, must be at least 0 and less than 1", options.beta1, options.beta2);
 }
 
+AdamStep Adam::step_of(const Range& range) const {
+  return {.lr = range.lr,
+          .beta1 = options_.beta1,
+          .beta2 = options_.beta2,
+          .eps = options_.eps,
+          .weight_decay = range.weight_decay,
+          .step = range.step,
+          .gradient_scale = range.gradient_scale,
+          .decoupled = decoupled_,
+          .maximize = options_.maximize};
+}
+
+StepNumbers Adam::numbers(const Range& range) const { return numbers_of(step_of(range)); }
+
 void Adam::update(const Range& range) {
   adam_({.parameters = range.master,
          .gradients = range.gradient,
          .exp_avg = range.state[0],
          .exp_avg_sq = range.state[1],
          .max_exp_avg_sq = options_.amsgrad ? range.state[2] : at::Tensor(),
-         .low_precision = range.low_precision},
-        {.lr = range.lr,
-         .beta1 = options_.beta1,
-         .beta2 = options_.beta2,
-         .eps = options_.eps,
-         .weight_decay = range.weight_decay,
-         .step = range.step,
-         .gradient_scale = range.gradient_scale,
-         .decoupled = decoupled_,
-         .maximize = options_.maximize});
+         .low_precision = range.low_precision,
+         .gradient_scale = range.scale_on_device,
+         .numbers = range.numbers_on_device},
+        step_of(range));
 }
 
 Sgd::Sgd(Engine& engine, const SgdOptions& options)
@@ -239,19 +315,27 @@ Sgd::Sgd(Engine& engine, const SgdOptions& options)
           "nesterov needs a momentum (it is {}) and no dampening (it is {})", options.momentum, options.dampening);
 }
 
+SgdStep Sgd::step_of(const Range& range) const {
+  return {.lr = range.lr,
+          .momentum = options_.momentum,
+          .dampening = options_.dampening,
+          .weight_decay = range.weight_decay,
+          .step = range.step,
+          .gradient_scale = range.gradient_scale,
+          .nesterov = options_.nesterov,
+          .maximize = options_.maximize};
+}
+
+StepNumbers Sgd::numbers(const Range& range) const { return numbers_of(step_of(range)); }
+
 void Sgd::update(const Range& range) {
   sgd_({.parameters = range.master,
         .gradients = range.gradient,
         .momentum = range.state.empty() ? at::Tensor() : range.state[0],
-        .low_precision = range.low_precision},
-       {.lr = range.lr,
-        .momentum = options_.momentum,
-        .dampening = options_.dampening,
-        .weight_decay = range.weight_decay,
-        .step = range.step,
-        .gradient_scale = range.gradient_scale,
-        .nesterov = options_.nesterov,
-        .maximize = options_.maximize});
+        .low_precision = range.low_precision,
+        .gradient_scale = range.scale_on_device,
+        .numbers = range.numbers_on_device},
+       step_of(range));
 }
 
 }  // namespace bonfire

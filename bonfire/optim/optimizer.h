@@ -11,6 +11,7 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/comm/group.h"
+#include "bonfire/kernels/optimizer.h"
 #include "bonfire/optim/conveyor.h"
 #include "bonfire/optim/share_state.h"
 
@@ -65,6 +66,18 @@ class BONFIRE_API Optimizer {
   static StepResult step_together(std::span<Optimizer* const> optimizers, const StepOptions& options,
                                   const ModelParts& parts);
 
+  // --- A step that the device decides alone, so that it can be captured once and done again and again.
+  // The same work as `step` with skip_non_finite, without the host: returns the norm, one fp64 element on the device.
+  // Nothing changes where that or `loss`, one element, is not finite. Learning rate and number of the step are read from
+  // memory on the device that prepare_on_device writes. REQUIRES: prepare_on_device was called since the engine's layout
+  // last changed. Collective.
+  at::Tensor step_on_device(const StepOptions& options, const at::Tensor& loss);
+  // Stream: what comes after it and was made by step_on_device is the step that comes next. `unknown`: the device may not
+  // have done the step before, or done it without changing anything; told_by_device has not been called for it.
+  void prepare_on_device(bool unknown);
+  // Whether a step of the device, the oldest that was not told yet, has changed something.
+  void told_by_device(bool changed) { steps_ += changed ? 1 : 0; }
+
   double lr() const { return lr_; }
   void set_lr(double lr) { lr_ = lr; }
   // Steps that changed something.
@@ -79,6 +92,9 @@ class BONFIRE_API Optimizer {
     std::vector<at::Tensor> state;  // in the order of state_names
     double lr = 0, weight_decay = 0, gradient_scale = 1;
     std::int64_t step = 1;  // of these parameters: 1 for their first
+    // Where the device decides: what multiplies gradient_scale (not a number: no change), and `numbers` instead of all
+    // above.
+    at::Tensor scale_on_device{}, numbers_on_device{};
   };
 
   struct Common {
@@ -91,6 +107,8 @@ class BONFIRE_API Optimizer {
 
   // Stream: the current one.
   virtual void update(const Range& range) = 0;
+  // What it multiplies with.
+  virtual StepNumbers numbers(const Range& range) const = 0;
 
  private:
   // A stretch of a share, in elements of the share, whose segments share their settings.
@@ -109,6 +127,14 @@ class BONFIRE_API Optimizer {
   void add_ranges(std::size_t flat, double gradient_scale, std::vector<Range>& ranges) const;
   void update_all(double gradient_scale);
 
+  // What steps of the device read.
+  struct OnDevice {
+    std::vector<Setting> settings{};  // all different ones
+    at::Tensor table{};               // [2, settings, step_numbers]: for a step after one that changed nothing, or something
+    at::Tensor changed{};             // whether the last one did: 0 or 1
+    at::Tensor numbers{}, scale{};    // of the step that is being issued
+  };
+
   Engine& engine_;
   std::vector<std::string> state_names_;
   double lr_, weight_decay_;
@@ -117,6 +143,7 @@ class BONFIRE_API Optimizer {
   ShareState state_;
   std::vector<std::vector<std::vector<Stretch>>> stretches_;  // by flat and share
   Conveyor conveyor_;
+  OnDevice device_;
 };
 
 struct AdamOptions {
@@ -138,8 +165,11 @@ class BONFIRE_API Adam : public Optimizer {
  protected:
   Adam(Engine& engine, const AdamOptions& options, bool decoupled);
   void update(const Range& range) override;
+  StepNumbers numbers(const Range& range) const override;
 
  private:
+  AdamStep step_of(const Range& range) const;
+
   AdamOptions options_;
   bool decoupled_;
 };
@@ -166,8 +196,11 @@ class BONFIRE_API Sgd : public Optimizer {
 
  protected:
   void update(const Range& range) override;
+  StepNumbers numbers(const Range& range) const override;
 
  private:
+  SgdStep step_of(const Range& range) const;
+
   SgdOptions options_;
 };
 

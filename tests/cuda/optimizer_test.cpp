@@ -92,6 +92,49 @@ TEST(GpuOptimizer, SgdEqualsTheCpus) {
       }
 }
 
+// Numbers in the device's memory give the bits of numbers that are arguments, and a scale that is none changes nothing.
+TEST(GpuOptimizer, NumbersInMemoryAreTheSameNumbers) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  for (const auto type : {at::kFloat, at::kDouble}) {
+    const auto options = at::TensorOptions(gpu).dtype(type);
+    const Tensor start = at::randn({4099}, options), gradients = at::randn({4099}, options);
+    const auto make = [&] {
+      return AdamBuffers{.parameters = start.clone(),
+                         .gradients = gradients,
+                         .exp_avg = at::zeros({4099}, options),
+                         .exp_avg_sq = at::zeros({4099}, options),
+                         .gradient_scale = at::full({}, 0.7, at::TensorOptions(gpu).dtype(at::kDouble))};
+    };
+    AdamBuffers argument = make(), memory = make();
+    SgdBuffers sgd_argument{.parameters = start.clone(), .gradients = gradients, .momentum = at::zeros({4099}, options)};
+    SgdBuffers sgd_memory{.parameters = start.clone(), .gradients = gradients, .momentum = at::zeros({4099}, options)};
+    const auto on_gpu = [](StepNumbers numbers) {
+      return at::from_blob(numbers.data(), {static_cast<std::int64_t>(numbers.size())}, at::kDouble).to(gpu);
+    };
+    for (int i = 1; i <= 3; ++i) {
+      const AdamStep step{.lr = 0.1 / i, .weight_decay = 0.1, .step = i, .maximize = i == 2};
+      adam_(argument, step);
+      memory.numbers = on_gpu(numbers_of(step));
+      adam_(memory, {});
+      const SgdStep sgd{.lr = 0.1 / i, .momentum = 0.9, .weight_decay = 0.1, .step = i, .nesterov = true};
+      sgd_(sgd_argument, sgd);
+      sgd_memory.numbers = on_gpu(numbers_of(sgd));
+      sgd_(sgd_memory, {.momentum = 0.9});
+      EXPECT_TRUE(memory.parameters.equal(argument.parameters));
+      EXPECT_TRUE(memory.exp_avg_sq.equal(argument.exp_avg_sq));
+      EXPECT_TRUE(sgd_memory.parameters.equal(sgd_argument.parameters));
+    }
+    memory.gradient_scale.fill_(NAN);
+    adam_(memory, {});
+    EXPECT_TRUE(memory.parameters.equal(argument.parameters));
+    EXPECT_TRUE(memory.exp_avg.equal(argument.exp_avg));
+    sgd_memory.gradient_scale = memory.gradient_scale;
+    sgd_(sgd_memory, {.momentum = 0.9});
+    EXPECT_TRUE(sgd_memory.parameters.equal(sgd_argument.parameters));
+    EXPECT_TRUE(sgd_memory.momentum.equal(sgd_argument.momentum));
+  }
+}
+
 TEST(GpuOptimizer, SumOfSquaresIsExactAndRepeatable) {
   BONFIRE_SKIP_WITHOUT_GPU();
   for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf})

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <memory>
+
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
@@ -188,6 +191,47 @@ TEST(Optimizer, NonFiniteGradientsCanBeSkipped) {
   engine.backward(Pair::loss(pair.ours, 0));
   EXPECT_FALSE(ours.step({.skip_non_finite = true}).skipped);
   EXPECT_TRUE(pair.ours->weight.isfinite().all().item<bool>());
+}
+
+// Law: a step that decides without the host gives the bits of one that the host decides, whatever the learning rate does,
+// also around steps that change nothing and where the host hears of each only after the next has begun.
+TEST(Optimizer, AStepOnTheDeviceIsTheSameStep) {
+  const std::vector<ParameterRule> rules{no_decay_below_two_dims()};
+  const auto make = [&](int kind, Engine& engine) -> std::unique_ptr<Optimizer> {
+    if (kind == 0) return std::make_unique<AdamW>(engine, AdamOptions{.weight_decay = 0.1, .rules = rules});
+    if (kind == 1)
+      return std::make_unique<Adam>(engine, AdamOptions{.weight_decay = 0.1, .amsgrad = true, .maximize = true});
+    return std::make_unique<Sgd>(engine, SgdOptions{.momentum = 0.9, .weight_decay = 0.1, .nesterov = true, .rules = rules});
+  };
+  for (const int kind : {0, 1, 2})
+    for (const double clip : {0.0, 0.5}) {
+      Pair pair;
+      Engine by_host = shard(World().mesh({}), pair.ours), by_device = shard(World().mesh({}), pair.theirs);
+      const auto host = make(kind, by_host), device = make(kind, by_device);
+      bool untold = false, changed = false;
+      for (int step = 0; step < 9; ++step) {
+        const double spoil = step == 4 || step == 5 ? std::nan("") : 1;
+        by_host.backward(Pair::loss(pair.ours, step) * spoil);
+        const auto loss = Pair::loss(pair.theirs, step) * spoil;
+        by_device.backward(loss);
+        host->set_lr(0.1 / (1 + step));
+        device->set_lr(0.1 / (1 + step));
+        const auto result = host->step({.clip = clip, .clip_value = 2, .skip_non_finite = true});
+        device->prepare_on_device(untold);
+        const double norm =
+            device->step_on_device({.clip = clip, .clip_value = 2, .skip_non_finite = true}, loss.detach().view({1}))
+                .item<double>();
+        if (untold) device->told_by_device(changed);
+        untold = true;
+        changed = std::isfinite(norm);
+        EXPECT_EQ(result.skipped, !changed);
+        if (changed) EXPECT_EQ(norm, result.gradient_norm);
+        EXPECT_TRUE(at::equal(pair.ours->weight, pair.theirs->weight)) << kind << " " << step;
+        EXPECT_TRUE(at::equal(pair.ours->bias, pair.theirs->bias)) << kind << " " << step;
+      }
+      device->told_by_device(changed);
+      EXPECT_EQ(device->steps(), host->steps());
+    }
 }
 
 TEST(LearningRate, WarmsUpAndDecays) {

@@ -113,7 +113,8 @@ auto call(const char* name, Arguments... arguments) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>().call(arguments...);
 }
 
-using Quantize = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, Tensor, std::int64_t, bool, bool, bool, bool);
+using Quantize = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, Tensor, const std::optional<Tensor>&, std::int64_t, bool,
+                                                    bool, bool, bool);
 using QuantizeRows = std::tuple<Tensor, Tensor>(const Tensor&, bool);
 
 }  // namespace
@@ -221,15 +222,17 @@ void expect_quantized_near(const KernelCheck& check) {
         EXPECT_TRUE(((got - exact).abs() <= unit * exact.abs() + most).all().item<bool>());
       };
       const auto [values, transposed, inverse] =
-          call<Quantize>("bonfire::fp8_quantize", x, history, 0, true, wide_range, true, true);
+          call<Quantize>("bonfire::fp8_quantize", x, history, std::optional<Tensor>(), 0, true, wide_range, true, true);
       near(values, inverse);
       EXPECT_TRUE(transposed.to(at::kFloat).equal(values.to(at::kFloat).t()));
       EXPECT_FLOAT_EQ(inverse.item<float>(), static_cast<float>(exact.abs().max().item<double>() / largest));
       EXPECT_FLOAT_EQ(history[0].item<float>(), exact.abs().max().item<float>());
-      // The next but one looks at the first; what is too large for it stops at the largest number.
-      call<Quantize>("bonfire::fp8_quantize", x, history, 1, true, wide_range, true, false);
+      // The next but one looks at the first, by the device's count of calls as by the host's; what is too large for it stops
+      // at the largest number.
+      call<Quantize>("bonfire::fp8_quantize", x, history, std::optional<Tensor>(), 1, true, wide_range, true, false);
+      const std::optional<Tensor> one_later = at::ones({1}, at::TensorOptions(check.device).dtype(at::kLong));
       const auto [late, none, same] =
-          call<Quantize>("bonfire::fp8_quantize", x * 2, history, 2, false, wide_range, true, false);
+          call<Quantize>("bonfire::fp8_quantize", x * 2, history, one_later, 1, false, wide_range, true, false);
       EXPECT_EQ(none.numel(), 0);
       EXPECT_FLOAT_EQ(same.item<float>(), inverse.item<float>());
       EXPECT_EQ(late.to(at::kFloat).abs().max().item<float>(), static_cast<float>(largest));
