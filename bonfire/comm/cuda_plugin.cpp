@@ -69,6 +69,11 @@ const CudaPluginOpening& cuda_plugin() {
   return opening;
 }
 
+std::unique_ptr<CapturedWork> make_captured_work(c10::Device device) {
+  require(device.is_cuda(), "work on {} cannot be captured; allowed: GPUs", device.str());
+  return require_cuda_plugin().make_captured_work(device);
+}
+
 const CudaPlugin& require_cuda_plugin() {
   const auto& opening = cuda_plugin();
   require(opening.plugin != nullptr, "no GPU can be used: {}", opening.reason);

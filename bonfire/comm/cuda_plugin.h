@@ -11,6 +11,7 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/base/clock.h"
+#include "bonfire/comm/captured_work.h"
 #include "bonfire/comm/device.h"
 
 namespace c10d {
@@ -44,6 +45,8 @@ struct CudaPlugin {
 
   // Stream: occupies `stream` for this long. An emulated link is a stream that does nothing else.
   void (*spin)(c10::Stream stream, Nanoseconds duration) = nullptr;
+
+  std::unique_ptr<CapturedWork> (*make_captured_work)(c10::Device device) = nullptr;
 };
 
 // The name of the function in the plug-in that returns the table.

@@ -122,11 +122,35 @@ class WatchedState : public Work::State {
   std::shared_ptr<ProgressBoard> progress_;
 };
 
+// What notes that a collective is done again as part of work that was captured.
+CapturedCollective again(const Group::State& group, const Collective& what) {
+  // Of the group only what those notes need: the work may outlive the handle.
+  return [what, name = group.name, stream = group.backend->stream(), counts = group.counts, progress = group.progress,
+          lane = group.lane, recorder = std::weak_ptr(group.recorder)](const std::function<bool()>& ended) {
+    const bool message = what.kind == CollectiveKind::send || what.kind == CollectiveKind::receive;
+    const std::int64_t sequence = ++(message ? counts->messages : counts->collectives);
+    lane->begin(sequence, what.kind);
+    lane->watch(sequence, what.kind, ended);
+    const auto list = recorder.lock();
+    if (!list || !list->recording()) return;
+    const Nanoseconds now = now_ns();
+    const auto ticket = list->begin({.what = what, .group = name, .sequence = sequence, .start = now, .stream = stream});
+    list->end(ticket, now, now);
+  };
+}
+
 // The one way by which a collective begins: noted for the watchdog, compared (in debug mode), recorded, and delayed by an
 // emulated link.
 template <class Operation>
 Work perform(const Group::State& group, CollectiveKind kind, std::int64_t bytes, const std::string& fingerprint,
              Operation&& operation) {
+  if (group.recorder->capturing()) {
+    require(!group.fingerprints && !group.link,
+            "{} over '{}' cannot be captured: its group compares every collective, or has an emulated link", name_of(kind),
+            group.name);
+    group.recorder->add_captured(again(group, {kind, group.axis, bytes}));
+    return Work(std::make_shared<WatchedState>(operation(*group.backend), group.progress));
+  }
   const bool message = kind == CollectiveKind::send || kind == CollectiveKind::receive;
   const std::int64_t sequence = ++(message ? group.counts->messages : group.counts->collectives);
   group.lane->begin(sequence, kind);

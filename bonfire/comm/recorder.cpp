@@ -11,6 +11,8 @@ struct Recorder::State {
   std::mutex mutex;
   std::vector<Record> records;
   std::int64_t cleared = 0;  // tickets below this one were cleared away
+  std::atomic<bool> capturing = false;
+  std::vector<CapturedCollective> captured;
 };
 
 Recorder::Recorder() : state_(std::make_shared<State>()) {}
@@ -35,6 +37,20 @@ std::vector<Collective> Recorder::collectives() const {
   std::vector<Collective> list;
   for (auto& record : records()) list.push_back(record.what);
   return list;
+}
+
+void Recorder::begin_capture() { state_->capturing = true; }
+bool Recorder::capturing() const { return state_->capturing.load(std::memory_order_relaxed); }
+
+std::vector<CapturedCollective> Recorder::end_capture() {
+  state_->capturing = false;
+  const std::lock_guard lock(state_->mutex);
+  return std::exchange(state_->captured, {});
+}
+
+void Recorder::add_captured(CapturedCollective collective) {
+  const std::lock_guard lock(state_->mutex);
+  state_->captured.push_back(std::move(collective));
 }
 
 std::int64_t Recorder::begin(Record record) {

@@ -101,7 +101,7 @@ class NcclState : public Work::State {
 
   // The tensors' memory returns to this thread's stream, which must not reuse it while NCCL still works on it.
   ~NcclState() override {
-    if (waited_) return;
+    if (waited_ || never_runs()) return;
     try {
       work_->synchronize();
     } catch (const std::exception& error) {
@@ -112,7 +112,7 @@ class NcclState : public Work::State {
   NcclState& operator=(const NcclState&) = delete;
 
   void wait() override {
-    work_->wait();
+    if (!never_runs()) work_->wait();
     waited_ = true;
   }
   bool done() override { return work_->isCompleted(); }
@@ -123,9 +123,13 @@ class NcclState : public Work::State {
   void on_done(Callback callback) override { timing_->stopwatch().time(*work_, std::move(callback)); }
 
  private:
+  // It is part of a capture that is over, and has nothing to do with what this stream does now.
+  bool never_runs() const { return captured_ && !being_captured(); }
+
   c10::intrusive_ptr<c10d::Work> work_;
   std::vector<at::Tensor> tensors_;
   std::shared_ptr<Timing> timing_;
+  bool captured_ = being_captured();
   bool waited_ = false;
 };
 

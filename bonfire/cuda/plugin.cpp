@@ -8,6 +8,7 @@
 #include "bonfire/base/api.h"
 #include "bonfire/base/version.h"
 #include "bonfire/comm/cuda_plugin.h"
+#include "bonfire/cuda/captured_work.h"
 #include "bonfire/cuda/nccl_backend.h"
 #include "bonfire/cuda/spin.h"
 
@@ -47,6 +48,7 @@ extern "C" BONFIRE_API const bonfire::CudaPlugin* bonfire_cuda_plugin() {
       .limit_memory = bonfire::cuda::limit_memory,
       .make_nccl = bonfire::cuda::make_nccl_backend,
       .spin = bonfire::cuda::spin,
+      .make_captured_work = bonfire::cuda::make_cuda_graph,
   };
   return &plugin;
 }

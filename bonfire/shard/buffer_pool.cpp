@@ -1,5 +1,7 @@
 #include "bonfire/shard/buffer_pool.h"
 
+#include <exception>
+
 #include <ATen/ops/empty.h>
 
 #include "bonfire/base/error.h"
@@ -15,7 +17,11 @@ constexpr std::int64_t granule = 512;
 }  // namespace
 
 PoolBuffer::~PoolBuffer() {
-  if (!finished_) pool_.note_use(block_);
+  try {
+    if (!finished_) pool_.note_use(block_);
+  } catch (const std::exception&) {
+    // Its stream belongs to a capture that was refused, and has used nothing.
+  }
   pool_.give_back(block_);
 }
 
@@ -54,6 +60,10 @@ std::shared_ptr<PoolBuffer> BufferPool::borrow(std::int64_t bytes, std::int64_t 
   if (place >= 0) places_[{place, bytes}] = at;
   ++lent_;
   return std::make_shared<PoolBuffer>(*this, at);
+}
+
+void BufferPool::forget_uses() {
+  for (auto& block : blocks_) block.last_use.reset();
 }
 
 void BufferPool::note_use(std::size_t at) {

@@ -48,6 +48,9 @@ class BONFIRE_API BufferPool {
   // one waits until the former user of the memory is done with it; the host never does.
   std::shared_ptr<PoolBuffer> borrow(std::int64_t bytes, std::int64_t place = -1);
 
+  // Everything that was issued has ended, or will have before anything else begins: nobody need wait for former users.
+  void forget_uses();
+
   at::Device device() const { return device_; }
   std::int64_t bytes() const { return bytes_; }  // held, lent or not
   std::size_t lent() const { return lent_; }

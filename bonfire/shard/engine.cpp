@@ -230,6 +230,20 @@ void Engine::finish_update() {
   state_->refreshes.clear();
 }
 
+void Engine::forget_uses() {
+  state_->pool.forget_uses();
+  state_->reducer->pool().forget_uses();
+}
+
+void Engine::abandon_step() {
+  state_->running = false;
+  state_->spent = true;
+  state_->refreshes.clear();
+  state_->reducer->forget();
+  if (state_->residency) state_->residency->abandon_pass();
+  forget_uses();
+}
+
 struct Engine::FullParameters::Stay {
   Stay(State& of, bool with_changes) : state(&of), write(with_changes), pool(of.pool.device()) {}
 

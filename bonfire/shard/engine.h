@@ -140,6 +140,13 @@ class BONFIRE_API Engine {
   // Something threw inside of a step: its gradients are lost.
   void abandon_gradients();
 
+  // --- For steps that are captured.
+  // Around a capture, before and after: what was issued before it has ended, and what it issues has not been done, so that
+  // neither side need wait for the other's use of memory.
+  void forget_uses();
+  // Something threw inside of a capture: the step has not been.
+  void abandon_step();
+
   // A scope in which all parameters are whole and can be read through the module, in the type that forward reads. With
   // `write`, what was changed is kept; every rank must make the same change. Collective when it begins.
   class BONFIRE_API FullParameters {

@@ -131,6 +131,13 @@ void Reducer::end() {
       if ((*flats_)[at]->layout().any_trained()) ((*replicas_).*stage)(at, *(*flats_)[at]);
 }
 
+void Reducer::forget() {
+  flights_.clear();
+  replicas_->reset();
+  if (flats_)
+    for (auto& flat : *flats_) flat->close_gradients();
+}
+
 void Reducer::abandon() {
   if (!flats_) return;
   land_all();

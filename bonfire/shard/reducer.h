@@ -52,8 +52,11 @@ class Reducer {
   void end();
   // Backward threw, on all ranks at the same place: ends what was launched, and forgets the rest.
   void abandon();
+  // What was launched has never begun: it was captured, in vain.
+  void forget();
 
   const BufferPool& pool() const { return pool_; }
+  BufferPool& pool() { return pool_; }
 
  private:
   struct Flight {

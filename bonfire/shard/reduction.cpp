@@ -21,6 +21,7 @@ class Average final : public Reduction {
     for (auto& work : works_.at(bucket)) work.wait();
     works_[bucket].clear();
   }
+  void reset() override { works_.clear(); }
 
  private:
   Group replicas_;
@@ -51,6 +52,7 @@ class Rounded final : public Reduction {
     }
     parts.clear();
   }
+  void reset() override { buckets_.clear(); }
 
  private:
   struct Part {
