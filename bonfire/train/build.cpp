@@ -1,7 +1,10 @@
 #include "bonfire/train/build.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include "bonfire/base/error.h"
 #include "bonfire/comm/device.h"
+#include "bonfire/train/capturable.h"
 #include "bonfire/train/staged_model.h"
 
 namespace bonfire {
@@ -63,16 +66,24 @@ void require_precision(const Config& config, const GpuInfo& gpu) {
 
 c10::Device device_of(const Config& config, int local_rank) {
   const std::string& asked = config.run.device;
-  if (asked == "cpu" || (asked == "auto" && !gpu_available())) return c10::kCPU;
+  if (asked == "cpu" || (asked == "auto" && !gpu_available())) {
+    wants_graphs(config, c10::kCPU);
+    return c10::kCPU;
+  }
   if (!gpu_available()) fail_key(config, "run.device", gpu_unavailable_reason() + "; allowed here: auto | cpu");
   const int index = local_rank % gpu_count();
   require_precision(config, gpu_info(index));
   return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
+ComputeStream::ComputeStream(c10::Device device) {
+  if (!device.is_cpu()) guard_.emplace(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+}
+
 Run::Run(const World& a_world, const Config& a_config)
     : world(a_world),
       config(a_config),
+      stream(world.device()),
       memory(world.device()),
       cap(world.device(), config.run.memory_cap.count),
       // The one who started the ranks, or the first of each machine, has read all tokens.

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include <c10/core/Device.h>
+#include <c10/core/StreamGuard.h>
 
 #include "bonfire/base/api.h"
 #include "bonfire/comm/device.h"
@@ -27,6 +28,16 @@ BONFIRE_API void require_precision(const Config& config, const GpuInfo& gpu);
 // there or that cannot compute in train.precision.
 BONFIRE_API c10::Device device_of(const Config& config, int local_rank);
 
+// For its lifetime the calling thread computes on a stream of its own, where the device has streams: work on the default one
+// cannot be captured. REQUIRES: destroyed by the thread that made it, last made first.
+class BONFIRE_API ComputeStream {
+ public:
+  explicit ComputeStream(c10::Device device);
+
+ private:
+  std::optional<c10::StreamGuard> guard_;
+};
+
 // Everything that takes part in a run, on one rank. Later members use earlier ones.
 struct BONFIRE_API Run {
   // Collective. REQUIRES: config is resolved for world.size() ranks.
@@ -38,6 +49,7 @@ struct BONFIRE_API Run {
 
   World world;
   Config config;
+  ComputeStream stream;
   MemoryMeter memory;
   MemoryCap cap;
   RunData data;

@@ -77,6 +77,7 @@ struct BONFIRE_API Config {
     std::string buffer_precision = "model";
     std::vector<std::string> keep_fp32;
     std::string keep_for_backward = "least";
+    std::string graphs = "auto";
     std::vector<std::string> freeze;
     std::string start = "check";
     double clip = 1.0;

@@ -7,6 +7,7 @@
 #include <fmt/ranges.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/train/capturable.h"
 #include "bonfire/train/config.h"
 #include "bonfire/train/selection.h"
 #include "bonfire/train/staged_model.h"
@@ -253,6 +254,8 @@ void resolve(Config& config, std::int64_t ranks) {
   check_sharding(config);
   check_pipeline(config);
   check_precision(config);
+  // Whether there is a GPU is found out later.
+  wants_graphs(config, c10::kCUDA);
   check_selections(config);
   check_optimizer(config);
   check_steps(config);

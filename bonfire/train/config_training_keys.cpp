@@ -64,6 +64,11 @@ std::vector<ConfigKey> training_keys() {
        .help = "What forward keeps of what backward can cheaply make again: `least`, nothing of it; `activations` of the "
                "feed-forward parts; `all`, norms too. More is faster by a percent or so, and takes memory.",
        .choices = {"least", "activations", "all"}},
+      {.name = "train.graphs",
+       .field = BONFIRE_FIELD(train.graphs),
+       .help = "On a GPU, capture a whole step once and replay it without the host: `on`, an error where that cannot be; "
+               "`auto`, where it can; `off`. No bit changes.",
+       .choices = {"auto", "on", "off"}},
       {.name = "train.freeze",
        .field = BONFIRE_FIELD(train.freeze),
        .help = "Parameters that are not trained, by their names or the beginnings of them: `embedding`, `blocks.0`, "

@@ -1,5 +1,8 @@
 #include "bonfire/train/loop.h"
 
+#include <optional>
+#include <utility>
+
 #include <c10/util/Exception.h>
 
 #include "bonfire/train/build.h"
@@ -17,20 +20,32 @@ TrainReport train(const World& world, const Config& config, const TrainOptions& 
   Journal journal(run, options);
   Tracer tracer(world, config, options.folder / "trace.json");
 
+  const auto evaluates = [&](std::int64_t step) {
+    return config.train.eval_every > 0 && step % config.train.eval_every == 0;
+  };
+  const auto conclude = [&](StepTaken step) {
+    read(run, step);
+    journal.end_step({.step = step.step, .loss = step.loss.mean, .grad_norm = step.update.gradient_norm, .lr = step.lr},
+                     step.update.skipped);
+    tracer.end_step(step.step);
+    if (evaluates(step.step)) journal.add_evaluation(evaluate(run));
+    journal.write_step();
+    enforce_nan_policy(run, step);
+  };
+
+  // A step that a device does alone is concluded when the next one is under way, so that the device never waits for the
+  // host.
+  std::optional<StepTaken> running;
   for (std::int64_t step = 1; step <= config.train.steps; ++step) {
     tracer.begin_step(step);
-    const double lr = run.learning_rate.at(step - 1);
-    run.trainee->set_lr(lr);
-
     const StepBatches batches = next_batches(run, tracer);
-    const StepLoss loss = forward_backward(run, batches, step, tracer);
-    const StepResult update = update_parameters(run, loss, tracer);
-    journal.end_step({.step = step, .loss = loss.mean, .grad_norm = update.gradient_norm, .lr = lr}, update.skipped);
-    tracer.end_step(step);
-
-    if (config.train.eval_every > 0 && step % config.train.eval_every == 0) journal.add_evaluation(evaluate(run));
-    journal.write_step();
-    enforce_nan_policy(run, step, loss, update);
+    StepTaken taken = take_step(run, batches, step, tracer);
+    if (running) conclude(std::move(*std::exchange(running, std::nullopt)));
+    const bool something_follows = evaluates(step) || step == config.train.steps || tracer.traces(step + 1);
+    if (taken.reading && !something_follows)
+      running = std::move(taken);
+    else
+      conclude(std::move(taken));
   }
   return journal.finish();
 } catch (const MemoryRefused& refused) {

@@ -16,13 +16,19 @@ StepBatches next_batches(Run& run, Tracer& tracer) {
   return std::move(*batches);
 }
 
-StepLoss forward_backward(Run& run, const StepBatches& batches, std::int64_t step, Tracer& tracer) {
+namespace {
+
+StepOptions options_of(Run& run) {
+  return {.clip = run.config.train.clip,
+          .clip_value = run.config.train.clip_value,
+          .scaler = run.scaler ? &*run.scaler : nullptr,
+          .skip_non_finite = true};
+}
+
+// Gradients are the average over the whole batch afterwards.
+StepLoss forward_backward(Run& run, const StepBatches& batches, const Trainee::Pass& pass) {
   const auto device = run.world.device();
-  // Number of this rank's first sample in the batch of all ranks.
-  const auto first_sample = run.mesh.coordinate(Axis::data) * (run.config.train.batch / run.config.data_ranks());
-  const auto own = run.trainee->forward_backward(
-      batches.microbatches,
-      {.step = step, .first_sample = first_sample, .scaler = run.scaler ? &*run.scaler : nullptr, .tracer = tracer});
+  const auto own = run.trainee->forward_backward(batches.microbatches, pass);
   const auto& group = run.mesh.group(Axis::data);
   StepLoss loss;
   if (device.is_cpu()) loss.mine = own.item<double>();
@@ -39,13 +45,39 @@ StepResult update_parameters(Run& run, const StepLoss& loss, Tracer& tracer) {
     run.trainee->spend_gradients();
     return {.skipped = true};
   }
-  return run.trainee->update({.clip = run.config.train.clip,
-                              .clip_value = run.config.train.clip_value,
-                              .scaler = run.scaler ? &*run.scaler : nullptr,
-                              .skip_non_finite = true});
+  return run.trainee->update(options_of(run));
 }
 
-void enforce_nan_policy(const Run& run, std::int64_t step, const StepLoss& loss, const StepResult& update) {
+}  // namespace
+
+StepTaken take_step(Run& run, const StepBatches& batches, std::int64_t step, Tracer& tracer) {
+  StepTaken taken{.step = step, .lr = run.learning_rate.at(step - 1)};
+  run.trainee->set_lr(taken.lr);
+  const Trainee::Pass pass{
+      .step = step,
+      .first_sample = run.mesh.coordinate(Axis::data) * (run.config.train.batch / run.config.data_ranks()),
+      .scaler = run.scaler ? &*run.scaler : nullptr,
+      .tracer = tracer};
+  // A trace shows the parts.
+  if (!tracer.tracing()) taken.reading = run.trainee->whole_step(batches.microbatches, pass, options_of(run));
+  if (taken.reading) return taken;
+  taken.loss = forward_backward(run, batches, pass);
+  taken.update = update_parameters(run, taken.loss, tracer);
+  return taken;
+}
+
+void read(const Run& run, StepTaken& taken) {
+  if (!taken.reading) return;
+  const auto values = taken.reading->read();
+  taken.loss = {.mine = values.own_loss, .mean = values.sum_of_losses / run.mesh.group(Axis::data).size()};
+  const bool loss_finite = std::isfinite(taken.loss.mean);
+  if (loss_finite) taken.update.gradient_norm = values.gradient_norm;
+  taken.update.skipped = !loss_finite || !std::isfinite(values.gradient_norm);
+  taken.reading.reset();
+}
+
+void enforce_nan_policy(const Run& run, const StepTaken& taken) {
+  const auto& [step, lr, loss, update, reading] = taken;
   const bool loss_finite = std::isfinite(loss.mean);
   // With fp16 a gradient that overflows is the scaler's business.
   if (loss_finite && (!update.skipped || run.scaler)) return;

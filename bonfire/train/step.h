@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
+#include "bonfire/base/api.h"
 #include "bonfire/train/build.h"
 #include "bonfire/train/tracer.h"
 
@@ -16,15 +18,25 @@ struct StepLoss {
   double mean = 0;  // over the whole batch
 };
 
-// Collective: gradients are the average over the whole batch afterwards.
-StepLoss forward_backward(Run& run, const StepBatches& batches, std::int64_t step, Tracer& tracer);
+// A step, and what it has come to once that is known.
+struct StepTaken {
+  std::int64_t step = 0;
+  double lr = 0;
+  StepLoss loss{};
+  StepResult update{};
+  std::shared_ptr<StepReading> reading{};  // of a step that the device may not have ended
+};
 
-// Changes the parameters, unless the loss or a gradient is not finite: then the gradients are spent and nothing changes. All
-// ranks decide alike, because loss and gradients are the same on all.
-StepResult update_parameters(Run& run, const StepLoss& loss, Tracer& tracer);
+// Forward, backward, and an update of the parameters by gradients that are the average over the whole batch, unless the loss
+// or a gradient is not finite: then the gradients are spent and nothing changes. All ranks decide alike, because loss and
+// gradients are the same on all. Collective.
+BONFIRE_API StepTaken take_step(Run& run, const StepBatches& batches, std::int64_t step, Tracer& tracer);
+
+// What it has come to. Host: waits where the device has not ended it.
+BONFIRE_API void read(const Run& run, StepTaken& taken);
 
 // What train.nan_policy says about a step that was not finite: nothing, or Error with the same words on all ranks.
 // Collective.
-void enforce_nan_policy(const Run& run, std::int64_t step, const StepLoss& loss, const StepResult& update);
+void enforce_nan_policy(const Run& run, const StepTaken& taken);
 
 }  // namespace bonfire

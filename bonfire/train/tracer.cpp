@@ -53,7 +53,7 @@ Tracer::Tracer(const World& world, const Config& config, std::filesystem::path f
 Tracer::~Tracer() = default;
 
 void Tracer::begin_step(std::int64_t step) {
-  tracing_ = step >= first_ && step <= last_;
+  tracing_ = traces(step);
   if (!tracing_) return;
   if (!world_.device().is_cpu()) clock_ = std::make_unique<Clock>(world_.device());
   if (step == first_) {

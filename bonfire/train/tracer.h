@@ -25,13 +25,16 @@ class BONFIRE_API Tracer {
   // Collective at the last traced step.
   void end_step(std::int64_t step);
 
+  // Whether the step that has begun is traced, and whether another one is to be.
+  bool tracing() const { return tracing_; }
+  bool traces(std::int64_t step) const { return step >= first_ && step <= last_; }
+
   // The time from its construction to its destruction, on the rank's compute track.
   class Phase;
   Phase phase(std::string name);
 
  private:
   struct Clock;  // of the device
-  bool tracing() const { return tracing_; }
   void add(const std::string& name, Nanoseconds start, Nanoseconds end);
 
   World world_;

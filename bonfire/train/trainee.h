@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -12,6 +13,19 @@
 #include "bonfire/train/tracer.h"
 
 namespace bonfire {
+
+// What a step has come to, on its way from the device.
+class StepReading {
+ public:
+  virtual ~StepReading() = default;
+  struct Values {
+    double own_loss = 0;       // mean over this rank's part of the batch
+    double sum_of_losses = 0;  // of all data-parallel ranks
+    double gradient_norm = 0;
+  };
+  // Host: waits until it is there.
+  virtual Values read() = 0;
+};
 
 // What a rank trains: a whole model under an engine, or its stages of one in a pipeline.
 class Trainee {
@@ -27,6 +41,12 @@ class Trainee {
   // Gradients are those of the mean loss over the whole batch afterwards. Returns the mean loss over these microbatches: one
   // fp64 number on the device. Collective.
   virtual at::Tensor forward_backward(const std::vector<Batch>& microbatches, const Pass& pass) = 0;
+  // A whole step, forward to update, that a device does without the host: it changes nothing where loss or gradients are not
+  // finite. Nothing where this one must be taken in parts, by the two functions around this one. Collective.
+  virtual std::shared_ptr<StepReading> whole_step(const std::vector<Batch>& /*microbatches*/, const Pass& /*pass*/,
+                                                  const StepOptions& /*options*/) {
+    return nullptr;
+  }
   // Collective.
   virtual StepResult update(const StepOptions& options) = 0;
   virtual void spend_gradients() = 0;

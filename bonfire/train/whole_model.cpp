@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "bonfire/shard/build_scope.h"
+#include "bonfire/train/capturable.h"
 #include "bonfire/train/engine_options.h"
 #include "bonfire/train/selection.h"
 
@@ -24,6 +25,14 @@ std::shared_ptr<Model> make_model(const World& world, const Config& config, cons
   return model;
 }
 
+std::unique_ptr<StepGraph> make_graph(const World& world, const Config& config, const Mesh& mesh) {
+  if (wants_graphs(config, world.device())) return std::make_unique<StepGraph>(world, mesh, config);
+  const auto hindrance = hindrance_to_graphs(config);
+  if (world.rank() == 0 && !world.device().is_cpu() && config.train.graphs == "auto")
+    world.log().info("steps are not captured: {}", hindrance);
+  return nullptr;
+}
+
 }  // namespace
 
 WholeModel::WholeModel(const World& world, const Config& config, const Mesh& mesh)
@@ -31,9 +40,16 @@ WholeModel::WholeModel(const World& world, const Config& config, const Mesh& mes
       fault_(config.fault),
       model(make_model(world, config, mesh)),
       engine(shard(mesh, *model, engine_options(config, world.log()))),
-      optimizer(make_optimizer(engine, config)) {}
+      optimizer(make_optimizer(engine, config)),
+      graph_(make_graph(world, config, mesh)) {}
+
+std::shared_ptr<StepReading> WholeModel::whole_step(const std::vector<Batch>& microbatches, const Pass& pass,
+                                                    const StepOptions& options) {
+  return graph_ ? graph_->step(*this, microbatches, pass, options) : nullptr;
+}
 
 at::Tensor WholeModel::forward_backward(const std::vector<Batch>& microbatches, const Pass& pass) {
+  if (graph_) graph_->settle();
   const auto device = world_.device();
   const auto count = microbatches.size();
   auto first_sample = pass.first_sample;

@@ -6,6 +6,7 @@
 #include "bonfire/models/model.h"
 #include "bonfire/shard/engine.h"
 #include "bonfire/train/config.h"
+#include "bonfire/train/step_graph.h"
 #include "bonfire/train/trainee.h"
 
 namespace bonfire {
@@ -17,6 +18,8 @@ class BONFIRE_API WholeModel final : public Trainee {
   WholeModel(const World& world, const Config& config, const Mesh& mesh);
 
   at::Tensor forward_backward(const std::vector<Batch>& microbatches, const Pass& pass) override;
+  std::shared_ptr<StepReading> whole_step(const std::vector<Batch>& microbatches, const Pass& pass,
+                                          const StepOptions& options) override;
   StepResult update(const StepOptions& options) override { return optimizer->step(options); }
   void spend_gradients() override { engine.spend_gradients(); }
   void set_lr(double lr) override { optimizer->set_lr(lr); }
@@ -30,6 +33,9 @@ class BONFIRE_API WholeModel final : public Trainee {
   std::shared_ptr<Model> model;
   Engine engine;
   std::unique_ptr<Optimizer> optimizer;
+
+ private:
+  std::unique_ptr<StepGraph> graph_;  // null: every step is taken in parts
 };
 
 }  // namespace bonfire

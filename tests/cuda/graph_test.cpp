@@ -1,0 +1,350 @@
+// Steps that are captured and replayed are the steps that they stand for.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "bonfire/base/error.h"
+#include "bonfire/comm/captured_work.h"
+#include "bonfire/comm/device.h"
+#include "bonfire/comm/recorder.h"
+#include "bonfire/train/build.h"
+#include "bonfire/train/loop.h"
+#include "bonfire/train/step.h"
+#include "tests/support/gpu_ranks.h"
+
+namespace bonfire {
+namespace {
+
+using testing::run_gpu_ranks;
+
+const c10::Device gpu(c10::kCUDA, 0);
+
+TEST(GpuCapturedWork, IsDoneAgainAndAgain) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  const ComputeStream stream(gpu);
+  auto sum = at::zeros({1000}, at::TensorOptions(gpu)), addend = at::ones({1000}, at::TensorOptions(gpu));
+  const auto work = make_captured_work(gpu);
+  work->capture([&] { sum.add_((addend * 2).exp().log()); });
+  EXPECT_EQ(sum.abs().max().item<float>(), 0);  // noted, not done
+  for (int round = 0; round < 3; ++round) work->replay();
+  EXPECT_NEAR(sum.min().item<float>(), 6, 1e-5);
+  addend.fill_(1.5);
+  work->replay();
+  EXPECT_NEAR(sum.min().item<float>(), 9, 1e-5);
+}
+
+// What cannot be captured is an error in one line, and leaves everything as usable as it was.
+TEST(GpuCapturedWork, AQuestionToTheDeviceIsAnError) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  const ComputeStream stream(gpu);
+  auto x = at::ones({10}, at::TensorOptions(gpu));
+  const auto work = make_captured_work(gpu);
+  try {
+    work->capture([&] { EXPECT_EQ((x + 1).sum().item<float>(), 20); });
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    const std::string words = error.what();
+    EXPECT_NE(words.find("captur"), std::string::npos) << words;
+    EXPECT_EQ(words.find('\n'), std::string::npos) << words;
+  }
+  EXPECT_THROW(work->replay(), Error);
+  EXPECT_EQ((x + at::ones({10}, at::TensorOptions(gpu))).sum().item<float>(), 20);
+  work->capture([&] { x.add_(1); });
+  work->replay();
+  EXPECT_EQ(x.sum().item<float>(), 20);
+}
+
+TEST(GpuCapturedWork, ThrowsWhatTheWorkThrows) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  const ComputeStream stream(gpu);
+  const auto work = make_captured_work(gpu);
+  EXPECT_THROW(work->capture([] { fail("a reason"); }), Error);
+  EXPECT_EQ(at::ones({10}, at::TensorOptions(gpu)).sum().item<float>(), 10);
+}
+
+const std::map<std::string, std::string> models = {
+    {"llama",
+     "[model]\ntype = \"llama\"\ndim = 64\nlayers = 3\nheads = 4\nkv_heads = 2\nffn = 96\nvocab = 80\n[data]\nsequence = "
+     "16\nbranching = 4\n"},
+    {"gpt2",
+     "[model]\ntype = \"gpt2\"\ndim = 64\nlayers = 3\nheads = 4\nvocab = 80\ntied = true\ndropout = 0.0\n[data]\nsequence "
+     "= 16\nbranching = 4\n"},
+    {"mlp", "[model]\ntype = \"mlp\"\ndim = 32\nlayers = 3\ninputs = 12\nclasses = 5\n"}};
+
+Config config_of(const std::string& model, int ranks, std::vector<std::string> overrides) {
+  Config config = parse_config(models.at(model) + "[train]\nsteps = 12\nbatch = 24\n[optimizer]\nlr = 0.01\nwarmup = 6\n",
+                               "a.toml", overrides);
+  resolve(config, ranks);
+  return config;
+}
+
+struct Course {
+  std::vector<double> losses, norms;
+  std::vector<bool> skipped;
+  int replayed = 0;
+  std::vector<Collective> collectives;
+  at::Tensor weights;
+};
+
+using Change = std::function<void(std::int64_t step, StepBatches& batches)>;
+
+// The loop's steps, each read when the next is under way.
+Course train_steps(World& world, const Config& config, const Change& change = {}) {
+  bonfire::Run run(world, config);
+  Tracer tracer(world, config, "");
+  Course course;
+  const auto conclude = [&](StepTaken& step) {
+    read(run, step);
+    course.losses.push_back(step.loss.mean);
+    course.norms.push_back(step.update.gradient_norm);
+    course.skipped.push_back(step.update.skipped);
+  };
+  world.recorder().clear();
+  world.recorder().start();
+  std::optional<StepTaken> running;
+  for (std::int64_t step = 1; step <= config.train.steps; ++step) {
+    auto batches = *run.loader.next();
+    if (change) change(step, batches);
+    auto taken = take_step(run, batches, step, tracer);
+    course.replayed += taken.reading != nullptr;
+    if (running) conclude(*running);
+    running = std::move(taken);
+  }
+  conclude(*running);
+  world.recorder().stop();
+  course.collectives = world.recorder().collectives();
+  const auto whole = run.whole().engine.full_parameters();
+  std::vector<at::Tensor> parameters;
+  for (const auto& parameter : run.whole().model->parameters())
+    parameters.push_back(parameter.detach().cpu().to(at::kDouble).view(-1));
+  course.weights = at::cat(parameters);
+  return course;
+}
+
+void expect_equal(const Course& one, const Course& other) {
+  ASSERT_EQ(one.losses.size(), other.losses.size());
+  for (std::size_t at = 0; at < one.losses.size(); ++at) {
+    EXPECT_EQ(one.skipped[at], other.skipped[at]) << "step " << at + 1;
+    if (one.skipped[at]) continue;
+    EXPECT_EQ(one.losses[at], other.losses[at]) << "step " << at + 1;
+    EXPECT_EQ(one.norms[at], other.norms[at]) << "step " << at + 1;
+  }
+  EXPECT_TRUE(at::equal(one.weights, other.weights)) << (one.weights - other.weights).abs().max().item<double>();
+}
+
+using Case = std::tuple<int, std::string>;
+class GpuGraphs : public ::testing::TestWithParam<Case> {};
+
+std::vector<std::vector<std::string>> layouts(int ranks) {
+  if (ranks == 1) return {{}};
+  return {{},
+          {fmt::format("layout.shard={}", ranks), "layout.sharded=optimizer"},
+          {fmt::format("layout.shard={}", ranks), "layout.sharded=parameters"}};
+}
+
+// Law: losses, norms, weights and the list of collectives of steps that are replayed are those of steps that are not.
+TEST_P(GpuGraphs, ReplayedStepsAreTheSameSteps) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
+  const auto [ranks, model] = GetParam();
+  run_gpu_ranks(ranks, [&](World& world) {
+    for (const auto& layout : layouts(world.size()))
+      for (const int accumulation : {1, 3}) {
+        SCOPED_TRACE(fmt::format("{}, {} microbatches", layout.empty() ? "" : layout.back(), accumulation));
+        auto overrides = layout;
+        overrides.push_back(fmt::format("train.microbatch={}", 24 / world.size() / accumulation));
+        overrides.push_back("train.graphs=off");
+        const auto plain = train_steps(world, config_of(model, world.size(), overrides));
+        overrides.back() = "train.graphs=on";
+        const auto replayed = train_steps(world, config_of(model, world.size(), overrides));
+        EXPECT_EQ(plain.replayed, 0);
+        EXPECT_EQ(replayed.replayed, 9);
+        expect_equal(replayed, plain);
+        EXPECT_EQ(replayed.collectives, plain.collectives);
+        // The learning rate really moves what replays do.
+        if (accumulation > 1 || !layout.empty()) continue;
+        overrides.push_back("optimizer.warmup=1");
+        EXPECT_FALSE(at::equal(train_steps(world, config_of(model, world.size(), overrides)).weights, replayed.weights));
+      }
+  });
+}
+
+// A batch of another shape is taken in parts between replays, and one whose loss is not finite changes nothing.
+TEST_P(GpuGraphs, OddStepsBetweenReplays) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
+  const auto [ranks, model] = GetParam();
+  run_gpu_ranks(ranks, [&](World& world) {
+    const Change change = [](std::int64_t step, StepBatches& batches) {
+      auto& batch = batches.microbatches.front();
+      if (step == 7) {
+        batch.input = batch.input.narrow(0, 0, 4).contiguous();
+        batch.target = batch.target.narrow(0, 0, 4).contiguous();
+      }
+      if ((step == 9 || step == 10) && batch.input.is_floating_point()) batch.input[0][0] = NAN;
+    };
+    for (const auto& layout : layouts(world.size()))
+      for (const char* optimizer : {"adamw", "sgd"}) {
+        auto overrides = layout;
+        overrides.push_back(std::string("optimizer.type=") + optimizer);
+        overrides.push_back("train.graphs=off");
+        const auto plain = train_steps(world, config_of(model, world.size(), overrides), change);
+        overrides.back() = "train.graphs=on";
+        const auto replayed = train_steps(world, config_of(model, world.size(), overrides), change);
+        EXPECT_EQ(replayed.replayed, 8);
+        EXPECT_EQ(plain.skipped[8], model == "mlp");
+        expect_equal(replayed, plain);
+      }
+  });
+}
+
+// The loop itself, with evaluations between replays: what it writes down is the same.
+TEST_P(GpuGraphs, TheLoopWritesTheSame) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
+  const auto [ranks, model] = GetParam();
+  run_gpu_ranks(ranks, [&](World& world) {
+    for (const auto& layout : layouts(world.size())) {
+      std::vector<std::string> written;
+      for (const char* graphs : {"off", "on"}) {
+        auto overrides = layout;
+        overrides.push_back(std::string("train.graphs=") + graphs);
+        overrides.push_back("train.eval_every=5");
+        overrides.push_back("train.trace_from=8");
+        overrides.push_back("train.trace_steps=1");
+        const auto config = config_of(model, world.size(), overrides);
+        const auto folder = std::filesystem::temp_directory_path() / fmt::format("bonfire-graphs-{}", getpid());
+        std::filesystem::create_directories(folder);
+        train(world, config, {.folder = folder});
+        if (world.rank() == 0) {
+          std::string& lines = written.emplace_back();
+          std::ifstream in(folder / "metrics.jsonl");
+          for (std::string line; std::getline(in, line);) {
+            auto object = nlohmann::json::parse(line);
+            object.erase("tokens_per_second");
+            object.erase("memory_bytes");
+            lines += object.dump() + "\n";
+          }
+        }
+        std::filesystem::remove_all(folder);
+      }
+      if (world.rank() == 0) {
+        EXPECT_EQ(written[0], written[1]);
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, GpuGraphs,
+                         ::testing::Combine(::testing::Values(1, 2), ::testing::Values("mlp", "gpt2", "llama")),
+                         [](const auto& info) {
+                           return fmt::format("ranks{}_{}", std::get<0>(info.param), std::get<1>(info.param));
+                         });
+
+// What is rounded to fp8 by the magnitudes of past calls: replays are calls too. In bf16 attention's gradient varies from
+// run to run, so that curves are compared where there is none.
+TEST(GpuGraphFp8, ReplaysAreCalls) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
+  run_gpu_ranks(1, [](World& world) {
+    if (const auto info = gpu_info(world.device().index()); 10 * info.major + info.minor < 89) return;
+    const std::vector<std::string> shape{"model.dim=64", "train.steps=40", "train.batch=32", "train.precision=fp8"};
+    for (const char* scaling : {"delayed", "current"})
+      for (const int microbatch : {16, 32}) {
+        auto overrides = shape;
+        overrides.push_back(std::string("train.fp8_scaling=") + scaling);
+        overrides.push_back(fmt::format("train.microbatch={}", microbatch));
+        overrides.push_back("train.graphs=off");
+        const auto plain = train_steps(world, config_of("mlp", 1, overrides));
+        overrides.back() = "train.graphs=on";
+        const auto replayed = train_steps(world, config_of("mlp", 1, overrides));
+        EXPECT_EQ(replayed.replayed, 37);
+        expect_equal(replayed, plain);
+      }
+  });
+}
+
+// A peak of memory is what it is without graphs, but for the inputs and a few numbers.
+TEST(GpuGraphMemory, NothingIsHeldTwice) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  run_gpu_ranks(1, [](World& world) {
+    const auto measure = [&](const char* graphs) {
+      bonfire::Run run(world, config_of("llama", 1,
+                                        {std::string("train.graphs=") + graphs, "model.dim=512", "model.ffn=1024",
+                                         "model.layers=6", "data.sequence=256", "train.batch=16", "train.precision=bf16"}));
+      Tracer tracer(world, run.config, "");
+      for (std::int64_t step = 1; step <= 6; ++step) {
+        auto taken = take_step(run, *run.loader.next(), step, tracer);
+        EXPECT_EQ(taken.reading != nullptr, std::string(graphs) == "on" && step > 3);
+        read(run, taken);
+      }
+      return run.memory.peak();
+    };
+    const auto plain = measure("off"), captured = measure("on");
+    EXPECT_NEAR(static_cast<double>(captured), static_cast<double>(plain), 1 << 20);
+  });
+}
+
+// A step that asks the device something cannot be captured: an error where that was asked for, otherwise steps go on.
+class GpuGraphFailure : public ::testing::TestWithParam<int> {};
+
+TEST_P(GpuGraphFailure, AStepThatCannotBeCaptured) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  run_gpu_ranks(GetParam(), [](World& world) {
+    for (const char* graphs : {"auto", "on", "off"}) {
+      bonfire::Run run(world,
+                       config_of("mlp", world.size(),
+                                 {std::string("train.graphs=") + graphs, fmt::format("layout.shard={}", world.size())}));
+      Tracer tracer(world, run.config, "");
+      auto& model = *run.whole().model;
+      int asked = 0;
+      for (auto& parameter : model.parameters())
+        parameter.register_hook([&asked, device = world.device()](at::Tensor gradient) {
+          ++asked;
+          EXPECT_EQ(at::ones({1}, at::TensorOptions(device)).item<float>(), 1);
+          return gradient;
+        });
+      std::vector<double> losses;
+      std::string error;
+      try {
+        for (std::int64_t step = 1; step <= 8; ++step) {
+          auto taken = take_step(run, *run.loader.next(), step, tracer);
+          EXPECT_EQ(taken.reading, nullptr);
+          losses.push_back(taken.loss.mean);
+        }
+      } catch (const Error& failure) {
+        error = failure.what();
+      }
+      EXPECT_GT(asked, 0);
+      if (std::string(graphs) == "on") {
+        EXPECT_EQ(losses.size(), 3u);
+        EXPECT_EQ(
+            error.find(
+                "step 4 cannot be captured (train.graphs = \"on\"; allowed: auto | off): in its forward and backward: "),
+            0u)
+            << error;
+      } else {
+        ASSERT_EQ(losses.size(), 8u) << error;
+        EXPECT_LT(losses[7], losses[0]);
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, GpuGraphFailure, ::testing::Values(1, 2),
+                         [](const auto& info) { return "ranks" + std::to_string(info.param); });
+
+}  // namespace
+}  // namespace bonfire
