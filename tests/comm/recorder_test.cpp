@@ -41,6 +41,39 @@ TEST(Recorder, ListsEveryCollectiveWithItsBytesAndTimes) {
   });
 }
 
+// A collective that is captured is listed, and known to the watchdog, whenever it is done again, and not before.
+TEST(Recorder, CapturedCollectivesAreNotedWhenTheyAreDoneAgain) {
+  testing::run_ranks(2, [](World& world) {
+    Recorder& recorder = world.recorder();
+    const auto place = [&] {
+      world.progress()->look();
+      return world.progress()->snapshot().lanes.front().collective;
+    };
+    recorder.start();
+    recorder.begin_capture();
+    world.group().all_reduce(at::zeros({3})).wait();
+    world.group().broadcast(at::zeros({2}), 0).wait();
+    const auto captured = recorder.end_capture();
+    EXPECT_EQ(captured.size(), 2u);
+    EXPECT_TRUE(recorder.collectives().empty());
+    EXPECT_EQ(place().begun, 0);
+
+    bool over = false;
+    for (int round = 0; round < 2; ++round)
+      for (const auto& collective : captured) collective([&] { return over; });
+    const Collective reduced{CollectiveKind::all_reduce, Axis::world, 12}, sent{CollectiveKind::broadcast, Axis::world, 8};
+    EXPECT_EQ(recorder.collectives(), (std::vector<Collective>{reduced, sent, reduced, sent}));
+    EXPECT_EQ(place().begun, 4);
+    EXPECT_EQ(place().ended, 0);
+    over = true;
+    EXPECT_EQ(place().ended, 4);
+    EXPECT_EQ(recorder.records().back().sequence, 4);
+    recorder.stop();
+    for (const auto& collective : captured) collective([] { return true; });
+    EXPECT_EQ(recorder.collectives().size(), 4u);
+  });
+}
+
 // The watchdog must know although nobody records.
 TEST(Recorder, TheBoardKnowsWhatHasEndedWithoutIt) {
   testing::run_ranks(2, [](World& world) {
