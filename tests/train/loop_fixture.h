@@ -1,6 +1,7 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -8,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "bonfire/base/error.h"
@@ -47,7 +49,8 @@ struct Outcome {
 // A run of the real loop, every rank a thread of this process.
 class Loop : public ::testing::Test {
  protected:
-  Loop() : parent_(std::filesystem::path(::testing::TempDir()) / "bonfire_loop_test") {
+  // Of this process alone: others may run the same tests at the same time.
+  Loop() : parent_(std::filesystem::path(::testing::TempDir()) / fmt::format("bonfire_loop_test_{}", getpid())) {
     std::filesystem::remove_all(parent_);
   }
   ~Loop() override { std::filesystem::remove_all(parent_); }
