@@ -60,16 +60,49 @@ __device__ void adam_one(C& p, C g, C& m, C& v, C* top, const AdamConstants<C>& 
   p = p * k.keep - k.step_size * m / (sqrt(second) / k.root_correction + k.eps);
 }
 
-// `packs` groups of `width` elements through aligned loads, then the rest one by one.
+// One of the buffers that a launch updates.
+template <class C>
+struct AdamRangeOf {
+  AdamBuffersOf<C> b;
+  const void* g;
+  void* low;
+  const double* scale;
+  const AdamNumbers* numbers;
+  std::int64_t n;
+  AdamConstants<C> k;
+  Element low_type;
+  bool packed;  // aligned for packs of `width`
+};
+
+constexpr int most_ranges = 64;
+constexpr std::int64_t block_elements = threads * width * 4;
+
+// What a launch is given: as an argument, so that it is there before the launch and cannot change until its end.
+template <class C>
+struct AdamTable {
+  AdamRangeOf<C> ranges[most_ranges];
+  unsigned first_block[most_ranges];
+  int count;
+};
+
 template <class C, class G>
-__global__ void adam_kernel(AdamBuffersOf<C> b, const G* g, void* low, Element low_type, const double* scale,
-                            const AdamNumbers* numbers, std::int64_t n, std::int64_t packs, AdamConstants<C> k) {
-  if (scale && isnan(*scale)) return;
-  if (numbers) k = constants<C>(*numbers);
-  if (scale) k.scale *= static_cast<C>(*scale);
-  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
-  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  for (std::int64_t i = first; i < packs; i += stride) {
+__global__ void adam_kernel(const __grid_constant__ AdamTable<C> table) {
+  int at = 0;  // the last range that begins at this block or before
+  for (int step = most_ranges / 2; step > 0; step /= 2)
+    if (at + step < table.count && table.first_block[at + step] <= blockIdx.x) at += step;
+  const AdamRangeOf<C>& r = table.ranges[at];
+  AdamConstants<C> k = r.k;
+  if (r.scale && isnan(*r.scale)) return;
+  if (r.numbers) k = constants<C>(*r.numbers);
+  if (r.scale) k.scale *= static_cast<C>(*r.scale);
+  const AdamBuffersOf<C> b = r.b;
+  const G* g = static_cast<const G*>(r.g);
+  void* const low = r.low;
+  const std::int64_t begin = (blockIdx.x - table.first_block[at]) * block_elements;
+  const std::int64_t end = begin + block_elements < r.n ? begin + block_elements : r.n;
+  const std::int64_t packs_end = r.packed ? end / width : begin / width;
+#pragma unroll 4
+  for (std::int64_t i = begin / width + threadIdx.x; i < packs_end; i += threads) {
     Pack<C, width> p = pack_at<C, width>(b.p, i), m = pack_at<C, width>(b.m, i), v = pack_at<C, width>(b.v, i), top{};
     if (b.top) top = pack_at<C, width>(b.top, i);
     const Pack<G, width> gradients = pack_at<G, width>(g, i);
@@ -80,11 +113,11 @@ __global__ void adam_kernel(AdamBuffersOf<C> b, const G* g, void* low, Element l
     pack_at<C, width>(b.m, i) = m;
     pack_at<C, width>(b.v, i) = v;
     if (b.top) pack_at<C, width>(b.top, i) = top;
-    if (low) store_low(low, low_type, i, p);
+    if (low) store_low(low, r.low_type, i, p);
   }
-  for (std::int64_t i = packs * width + first; i < n; i += stride) {
+  for (std::int64_t i = packs_end * width + threadIdx.x; i < end; i += threads) {
     adam_one<C>(b.p[i], static_cast<C>(load(g[i])), b.m[i], b.v[i], b.top ? b.top + i : nullptr, k);
-    if (low) store_low(low, low_type, i, Pack<C, 1>{b.p[i]});
+    if (low) store_low(low, r.low_type, i, Pack<C, 1>{b.p[i]});
   }
 }
 
@@ -176,20 +209,37 @@ void with_types(const StepMemory& memory, const Body& body) {
 
 }  // namespace
 
-void launch_adam(const StepMemory& memory, const AdamMemory& state, const AdamNumbers& numbers, cudaStream_t stream) {
-  with_types(memory, [&](auto c, auto t) {
-    using C = decltype(c);
-    using G = decltype(t);
-    const AdamBuffersOf<C> b{static_cast<C*>(memory.parameters), static_cast<C*>(state.exp_avg),
-                             static_cast<C*>(state.exp_avg_sq), static_cast<C*>(state.max_exp_avg_sq)};
-    const bool packed = aligned({b.p, b.m, b.v, b.top}, sizeof(Pack<C, width>)) &&
-                        aligned({memory.gradients}, sizeof(Pack<G, width>)) &&
-                        aligned({memory.low_precision}, width * size_of(memory.low));
-    const std::int64_t packs = packed ? memory.elements / width : 0;
-    adam_kernel<C, G><<<blocks_for(packed ? packs : memory.elements), threads, 0, stream>>>(
-        b, static_cast<const G*>(memory.gradients), memory.low_precision, memory.low, memory.scale,
-        static_cast<const AdamNumbers*>(memory.numbers), memory.elements, packs, constants<C>(numbers));
-  });
+void launch_adam(const std::vector<AdamRange>& ranges, cudaStream_t stream) {
+  for (std::size_t next = 0; next < ranges.size();) {
+    const StepMemory& leading = ranges[next].memory;
+    with_types(leading, [&](auto c, auto t) {
+      using C = decltype(c);
+      using G = decltype(t);
+      AdamTable<C> table{};
+      unsigned blocks = 0;
+      for (; next < ranges.size() && table.count < most_ranges; ++next) {
+        const auto& [memory, state, numbers] = ranges[next];
+        if (memory.compute != leading.compute || memory.gradient != leading.gradient) break;
+        const AdamBuffersOf<C> b{static_cast<C*>(memory.parameters), static_cast<C*>(state.exp_avg),
+                                 static_cast<C*>(state.exp_avg_sq), static_cast<C*>(state.max_exp_avg_sq)};
+        const bool packed = aligned({b.p, b.m, b.v, b.top}, sizeof(Pack<C, width>)) &&
+                            aligned({memory.gradients}, sizeof(Pack<G, width>)) &&
+                            aligned({memory.low_precision}, width * size_of(memory.low));
+        table.first_block[table.count] = blocks;
+        table.ranges[table.count++] = {b,
+                                       memory.gradients,
+                                       memory.low_precision,
+                                       memory.scale,
+                                       static_cast<const AdamNumbers*>(memory.numbers),
+                                       memory.elements,
+                                       constants<C>(numbers),
+                                       memory.low,
+                                       packed};
+        blocks += static_cast<unsigned>((memory.elements + block_elements - 1) / block_elements);
+      }
+      if (blocks > 0) adam_kernel<C, G><<<blocks, threads, 0, stream>>>(table);
+    });
+  }
 }
 
 void launch_sgd(const StepMemory& memory, void* momentum, const SgdNumbers& numbers, cudaStream_t stream) {

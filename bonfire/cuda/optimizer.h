@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "bonfire/cuda/element.h"
 
@@ -39,7 +40,13 @@ struct SgdNumbers {
   double unused;
 };
 
-void launch_adam(const StepMemory& memory, const AdamMemory& state, const AdamNumbers& numbers, cudaStream_t stream);
+struct AdamRange {
+  StepMemory memory{};
+  AdamMemory state{};
+  AdamNumbers numbers{};
+};
+// All of them in one launch, as far as they are of the same types.
+void launch_adam(const std::vector<AdamRange>& ranges, cudaStream_t stream);
 // `momentum` may be null.
 void launch_sgd(const StepMemory& memory, void* momentum, const SgdNumbers& numbers, cudaStream_t stream);
 

@@ -1,6 +1,7 @@
 // CUDA's side of the operators that bonfire/kernels/optimizer.cpp declares.
 #include <bit>
 #include <optional>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -38,22 +39,45 @@ StepMemory memory_of(const Tensor& p, const Tensor& g, const OptionalTensor& low
 
 static_assert(sizeof(AdamNumbers) == sizeof(StepNumbers) && sizeof(SgdNumbers) == sizeof(StepNumbers));
 
+AdamNumbers numbers_as_read(const AdamStep& step) { return std::bit_cast<AdamNumbers>(numbers_of(step)); }
+
 void adam_cuda(Tensor p, const Tensor& g, Tensor m, Tensor v, const OptionalTensor& top, const OptionalTensor& low,
                const OptionalTensor& scale_tensor, const OptionalTensor& numbers, double lr, double beta1, double beta2,
                double eps, double weight_decay, std::int64_t step, double scale, bool decoupled) {
   if (p.numel() == 0) return;
   const c10::cuda::CUDAGuard guard(p.device());
   const Tensor device_scale = as_double(scale_tensor);
-  const auto own = std::bit_cast<AdamNumbers>(numbers_of(AdamStep{.lr = lr,
-                                                                  .beta1 = beta1,
-                                                                  .beta2 = beta2,
-                                                                  .eps = eps,
-                                                                  .weight_decay = weight_decay,
-                                                                  .step = step,
-                                                                  .gradient_scale = scale,
-                                                                  .decoupled = decoupled}));
-  launch_adam(memory_of(p, g, low, device_scale, numbers), {m.data_ptr(), v.data_ptr(), top ? top->data_ptr() : nullptr},
-              own, c10::cuda::getCurrentCUDAStream());
+  const AdamRange range{memory_of(p, g, low, device_scale, numbers),
+                        {m.data_ptr(), v.data_ptr(), top ? top->data_ptr() : nullptr},
+                        numbers_as_read({.lr = lr,
+                                         .beta1 = beta1,
+                                         .beta2 = beta2,
+                                         .eps = eps,
+                                         .weight_decay = weight_decay,
+                                         .step = step,
+                                         .gradient_scale = scale,
+                                         .decoupled = decoupled})};
+  launch_adam({range}, c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void adam_all_cuda(at::TensorList p, at::TensorList g, at::TensorList m, at::TensorList v, at::TensorList top,
+                   at::TensorList low, at::TensorList scale_tensors, at::TensorList numbers, at::ArrayRef<double> steps) {
+  const c10::cuda::CUDAGuard guard(p[0].device());
+  std::vector<Tensor> scales;  // as the kernels read them, until they are launched
+  std::vector<AdamRange> ranges;
+  const auto given = [](at::TensorList all, std::size_t at) {
+    return all.empty() || all[at].numel() == 0 ? OptionalTensor() : OptionalTensor(all[at]);
+  };
+  for (std::size_t at = 0; at < p.size(); ++at) {
+    if (p[at].numel() == 0) continue;
+    const auto highest = given(top, at);
+    scales.push_back(as_double(given(scale_tensors, at)));
+    ranges.push_back({memory_of(p[at], g[at], given(low, at), scales.back(), given(numbers, at)),
+                      {m[at].data_ptr(), v[at].data_ptr(), highest ? highest->data_ptr() : nullptr},
+                      numbers_as_read(unpacked_adam_step(steps, at))});
+  }
+  launch_adam(ranges, c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -88,6 +112,7 @@ Tensor sum_of_squares_cuda(const Tensor& given) {
 
 TORCH_LIBRARY_IMPL(bonfire, CUDA, m) {
   m.impl("adam_", adam_cuda);
+  m.impl("adam_all_", adam_all_cuda);
   m.impl("sgd_", sgd_cuda);
   m.impl("sum_of_squares", sum_of_squares_cuda);
 }

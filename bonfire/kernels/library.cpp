@@ -67,6 +67,11 @@ TORCH_LIBRARY(bonfire, m) {
       "Tensor(e!)? low_precision, Tensor? scale_tensor, Tensor? numbers, float lr, float beta1, float beta2, float eps, "
       "float weight_decay, "
       "int step, float scale, bool decoupled) -> ()");
+  // Many at once; of the optional ones either none, or one for each, empty where it has none. Steps: eight numbers for each.
+  m.def(
+      "adam_all_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, "
+      "Tensor(d!)[] max_exp_avg_sq, Tensor(e!)[] low_precision, Tensor[] scale_tensors, Tensor[] numbers, float[] steps) "
+      "-> ()");
   m.def(
       "sgd_(Tensor(a!) parameters, Tensor gradients, Tensor(b!)? momentum_buffer, Tensor(c!)? low_precision, Tensor? "
       "scale_tensor, Tensor? numbers, float lr, float momentum, float dampening, float weight_decay, int step, float scale, "

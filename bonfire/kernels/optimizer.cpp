@@ -372,17 +372,90 @@ StepNumbers numbers_of(const SgdStep& s) {
           0};
 }
 
-void adam_(const AdamBuffers& b, const AdamStep& s) {
+namespace {
+
+void check(const AdamBuffers& b) {
   check_parameters("adam_", b.parameters, b.gradients, b.low_precision);
   check_state("adam_", "exp_avg", b.parameters, b.exp_avg);
   check_state("adam_", "exp_avg_sq", b.parameters, b.exp_avg_sq);
   if (b.max_exp_avg_sq.defined()) check_state("adam_", "max_exp_avg_sq", b.parameters, b.max_exp_avg_sq);
   check_numbers("adam_", b.parameters, b.numbers);
+}
+
+constexpr std::size_t packed_step = 8;
+
+std::vector<double> packed(std::span<const AdamStep> steps) {
+  std::vector<double> all;
+  for (const AdamStep& s : steps)
+    all.insert(all.end(), {s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, static_cast<double>(s.step),
+                           s.maximize ? -s.gradient_scale : s.gradient_scale, s.decoupled ? 1.0 : 0.0});
+  return all;
+}
+
+// For devices without a kernel that takes all of them: one after the other.
+void adam_all_composite(at::TensorList p, at::TensorList g, at::TensorList m, at::TensorList v, at::TensorList top,
+                        at::TensorList low, at::TensorList scale_tensors, at::TensorList numbers,
+                        at::ArrayRef<double> steps) {
+  const auto given = [](at::TensorList all, std::size_t at) {
+    return all.empty() || all[at].numel() == 0 ? Tensor() : all[at];
+  };
+  for (std::size_t at = 0; at < p.size(); ++at)
+    adam_({.parameters = p[at],
+           .gradients = g[at],
+           .exp_avg = m[at],
+           .exp_avg_sq = v[at],
+           .max_exp_avg_sq = given(top, at),
+           .low_precision = given(low, at),
+           .gradient_scale = given(scale_tensors, at),
+           .numbers = given(numbers, at)},
+          unpacked_adam_step(steps, at));
+}
+
+}  // namespace
+
+AdamStep unpacked_adam_step(at::ArrayRef<double> steps, std::size_t at) {
+  const auto s = steps.slice(at * packed_step, packed_step);
+  return {.lr = s[0],
+          .beta1 = s[1],
+          .beta2 = s[2],
+          .eps = s[3],
+          .weight_decay = s[4],
+          .step = static_cast<std::int64_t>(s[5]),
+          .gradient_scale = s[6],
+          .decoupled = s[7] != 0};
+}
+
+void adam_(const AdamBuffers& b, const AdamStep& s) {
+  check(b);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("bonfire::adam_", "").typed<decltype(adam_composite)>();
   op.call(b.parameters, b.gradients, b.exp_avg, b.exp_avg_sq, optional(b.max_exp_avg_sq), optional(b.low_precision),
           optional(b.gradient_scale), optional(b.numbers), s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.step,
           s.maximize ? -s.gradient_scale : s.gradient_scale, s.decoupled);
+}
+
+void adam_(std::span<const AdamBuffers> buffers, std::span<const AdamStep> steps) {
+  require(buffers.size() == steps.size(), "adam_: {} buffers and {} steps; allowed: a step for each", buffers.size(),
+          steps.size());
+  if (buffers.empty()) return;
+  // Of what only some have, the others have an empty one; of what none has, there is no list.
+  const auto list = [&](Tensor AdamBuffers::* which) {
+    std::vector<Tensor> all;
+    const bool any = std::any_of(buffers.begin(), buffers.end(), [&](const auto& b) { return (b.*which).defined(); });
+    for (const AdamBuffers& b : buffers)
+      if (any) all.push_back((b.*which).defined() ? b.*which : b.parameters.narrow(0, 0, 0));
+    return all;
+  };
+  for (const AdamBuffers& b : buffers) {
+    check(b);
+    require(b.parameters.device() == buffers[0].parameters.device(), "adam_: parameters on {} and {}; allowed: one device",
+            buffers[0].parameters.device().str(), b.parameters.device().str());
+  }
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("bonfire::adam_all_", "").typed<decltype(adam_all_composite)>();
+  op.call(list(&AdamBuffers::parameters), list(&AdamBuffers::gradients), list(&AdamBuffers::exp_avg),
+          list(&AdamBuffers::exp_avg_sq), list(&AdamBuffers::max_exp_avg_sq), list(&AdamBuffers::low_precision),
+          list(&AdamBuffers::gradient_scale), list(&AdamBuffers::numbers), packed(steps));
 }
 
 void sgd_(const SgdBuffers& b, const SgdStep& s) {
@@ -412,6 +485,7 @@ TORCH_LIBRARY_IMPL(bonfire, CPU, m) {
 
 TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
   m.impl("adam_", adam_composite);
+  m.impl("adam_all_", adam_all_composite);
   m.impl("sgd_", sgd_composite);
   m.impl("sum_of_squares", sum_of_squares_composite);
 }

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include <ATen/core/Tensor.h>
 
@@ -39,6 +40,10 @@ struct AdamStep {
 };
 
 BONFIRE_API void adam_(const AdamBuffers& buffers, const AdamStep& step);
+// Many at once: one launch on a GPU. REQUIRES: a step for each of the buffers, which are all on one device.
+BONFIRE_API void adam_(std::span<const AdamBuffers> buffers, std::span<const AdamStep> steps);
+// How the operator of that is given its steps.
+BONFIRE_API AdamStep unpacked_adam_step(at::ArrayRef<double> steps, std::size_t at);
 
 struct SgdBuffers {
   at::Tensor parameters;

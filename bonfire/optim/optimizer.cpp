@@ -109,19 +109,31 @@ void Optimizer::update_all(double gradient_scale) {
   std::vector<Conveyor::Load> loads;
   for (const auto& range : ranges) loads.push_back({range.gradient, range.low_precision, range.master});
   conveyor_.begin(std::move(loads));
+  // As much at once as nobody waits for: copies from and to the host go piece by piece, and other ranks begin to fetch the
+  // new values of a Unit while the next is updated.
+  std::size_t updated = 0, announced = 0;
+  const auto catch_up = [&](std::size_t end) {
+    if (updated < end) update(std::span(ranges).subspan(updated, end - updated));
+    updated = end;
+  };
   for (std::size_t flat = 0, at = 0; flat < flats.size(); ++flat) {
-    if (at == ends[flat]) continue;
+    const bool on_host = at < ends[flat] && ranges[at].master.is_cpu();
     for (; at < ends[flat]; ++at) {
       auto& range = ranges[at];
       const auto piece = conveyor_.next();
       range.gradient = piece.in;
       range.low_precision = piece.out;
-      update(range);
+      if (on_host) catch_up(at + 1);
       conveyor_.send();
     }
+    if (!on_host && !flats[flat]->is_refreshed() && flat + 1 < flats.size()) continue;
+    catch_up(at);
     conveyor_.flush();
-    flats[flat]->values_changed();
-    engine_.updated(flat);
+    for (; announced <= flat; ++announced) {
+      if (ends[announced] == (announced == 0 ? 0 : ends[announced - 1])) continue;
+      flats[announced]->values_changed();
+      engine_.updated(announced);
+    }
   }
   conveyor_.end();
   engine_.finish_update();
@@ -297,16 +309,21 @@ AdamStep Adam::step_of(const Range& range) const {
 
 StepNumbers Adam::numbers(const Range& range) const { return numbers_of(step_of(range)); }
 
-void Adam::update(const Range& range) {
-  adam_({.parameters = range.master,
-         .gradients = range.gradient,
-         .exp_avg = range.state[0],
-         .exp_avg_sq = range.state[1],
-         .max_exp_avg_sq = options_.amsgrad ? range.state[2] : at::Tensor(),
-         .low_precision = range.low_precision,
-         .gradient_scale = range.scale_on_device,
-         .numbers = range.numbers_on_device},
-        step_of(range));
+void Adam::update(std::span<const Range> ranges) {
+  std::vector<AdamBuffers> buffers;
+  std::vector<AdamStep> steps;
+  for (const Range& range : ranges) {
+    buffers.push_back({.parameters = range.master,
+                       .gradients = range.gradient,
+                       .exp_avg = range.state[0],
+                       .exp_avg_sq = range.state[1],
+                       .max_exp_avg_sq = options_.amsgrad ? range.state[2] : at::Tensor(),
+                       .low_precision = range.low_precision,
+                       .gradient_scale = range.scale_on_device,
+                       .numbers = range.numbers_on_device});
+    steps.push_back(step_of(range));
+  }
+  adam_(buffers, steps);
 }
 
 Sgd::Sgd(Engine& engine, const SgdOptions& options)
@@ -328,14 +345,15 @@ SgdStep Sgd::step_of(const Range& range) const {
 
 StepNumbers Sgd::numbers(const Range& range) const { return numbers_of(step_of(range)); }
 
-void Sgd::update(const Range& range) {
-  sgd_({.parameters = range.master,
-        .gradients = range.gradient,
-        .momentum = range.state.empty() ? at::Tensor() : range.state[0],
-        .low_precision = range.low_precision,
-        .gradient_scale = range.scale_on_device,
-        .numbers = range.numbers_on_device},
-       step_of(range));
+void Sgd::update(std::span<const Range> ranges) {
+  for (const Range& range : ranges)
+    sgd_({.parameters = range.master,
+          .gradients = range.gradient,
+          .momentum = range.state.empty() ? at::Tensor() : range.state[0],
+          .low_precision = range.low_precision,
+          .gradient_scale = range.scale_on_device,
+          .numbers = range.numbers_on_device},
+         step_of(range));
 }
 
 }  // namespace bonfire

@@ -106,7 +106,7 @@ class BONFIRE_API Optimizer {
   Optimizer(Engine& engine, Common common, std::vector<std::string> state_names);
 
   // Stream: the current one.
-  virtual void update(const Range& range) = 0;
+  virtual void update(std::span<const Range> ranges) = 0;
   // What it multiplies with.
   virtual StepNumbers numbers(const Range& range) const = 0;
 
@@ -164,7 +164,7 @@ class BONFIRE_API Adam : public Optimizer {
 
  protected:
   Adam(Engine& engine, const AdamOptions& options, bool decoupled);
-  void update(const Range& range) override;
+  void update(std::span<const Range> ranges) override;
   StepNumbers numbers(const Range& range) const override;
 
  private:
@@ -195,7 +195,7 @@ class BONFIRE_API Sgd : public Optimizer {
   Sgd(Engine& engine, const SgdOptions& options = {});
 
  protected:
-  void update(const Range& range) override;
+  void update(std::span<const Range> ranges) override;
   StepNumbers numbers(const Range& range) const override;
 
  private:

@@ -166,8 +166,7 @@ void FlatParameter::let_go_to(BufferPool& pool, const Group& group) {
 }
 
 Work FlatParameter::refresh(const Group& shard) {
-  const auto [optimizer, gradients, parts] = options_.factors;
-  if (optimizer == parts) return {};
+  if (!is_refreshed()) return {};
   const at::NoGradGuard no_grad;
   std::vector<Transfer> transfers;
   for (const auto& share : trained_) {

@@ -92,6 +92,8 @@ class BONFIRE_API FlatParameter {
   // After an update: what the others changed comes to this rank, where the whole is held but only a share updated. Begins
   // at once. Collective.
   Work refresh(const Group& shard);
+  // Whether that has anything to do.
+  bool is_refreshed() const { return options_.factors.optimizer != options_.factors.parameters; }
   // The shares take the values that the parameters have now, where these were changed while they were in.
   void take_values();
 

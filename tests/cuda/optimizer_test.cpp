@@ -8,6 +8,7 @@
 
 #include "bonfire/comm/device.h"
 #include "tests/support/gpu_ranks.h"
+#include "tests/support/update_cases.h"
 
 namespace bonfire {
 namespace {
@@ -59,6 +60,11 @@ TEST(GpuOptimizer, AdamEqualsTheCpus) {
           expect_close(device.exp_avg_sq, cpu.exp_avg_sq, tolerance_of(type), "exp_avg_sq");
           EXPECT_TRUE(device.low_precision.equal(device.parameters.to(at::kBFloat16)));
         }
+}
+
+TEST(GpuOptimizer, ManyAtOnceAreAsOneByOne) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  testing::expect_many_updates_equal_single_ones(gpu);
 }
 
 TEST(GpuOptimizer, SgdEqualsTheCpus) {

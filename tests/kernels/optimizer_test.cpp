@@ -8,6 +8,7 @@
 #include <ATen/Parallel.h>
 
 #include "bonfire/base/error.h"
+#include "tests/support/update_cases.h"
 
 namespace bonfire {
 namespace {
@@ -78,11 +79,15 @@ TEST(Adam, ScaleTensorMultipliesTheScale) {
   EXPECT_TRUE(a.exp_avg.equal(b.exp_avg));
 }
 
+TEST(Adam, ManyAtOnceAreAsOneByOne) { testing::expect_many_updates_equal_single_ones(c10::kCPU); }
+
 TEST(Adam, RefusesBuffersThatDoNotFit) {
   const Tensor p = at::randn({10});
   EXPECT_THROW(adam_({p, at::randn({9}), at::zeros_like(p), at::zeros_like(p)}, {}), Error);
   EXPECT_THROW(adam_({p, at::randn({10}), at::zeros_like(p).to(at::kDouble), at::zeros_like(p)}, {}), Error);
   EXPECT_THROW(adam_({p, at::randn({20}).slice(0, 0, 20, 2), at::zeros_like(p), at::zeros_like(p)}, {}), Error);
+  const std::vector<AdamBuffers> two(2, {p, at::randn({10}), at::zeros_like(p), at::zeros_like(p)});
+  EXPECT_THROW(adam_(two, std::vector<AdamStep>(1)), Error);
 }
 
 TEST(Sgd, EqualsItsDefinition) {
