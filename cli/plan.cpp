@@ -74,6 +74,7 @@ std::optional<plan::Fit> fit(const Question& question, const plan::PrecisionKind
   layout.replicate = question.ranks;
   layout.shard = 1;
   layout.what = plan::Sharded::none;
+  if (kind.compute != layout.compute) layout.scales = {};
   layout.compute = kind.compute;
   layout.master = kind.master;
   layout.gradient = layout.reduction = kind.gradient;

@@ -1,8 +1,9 @@
 """Every CUDA kernel at the sizes of the models of bench/gpu, beside what the chip can do, and the limits that follow for a step.
 
-    python3 bench/gpu/kernels.py --build build [--model llama_1_5b] [--json FILE]
+    python3 bench/gpu/kernels.py --build build [--model llama_1_5b] [--json FILE] [--table FILE]
 Needs a Python with torch 2.11, whose libraries the build was made against. Times are medians over replays of a CUDA graph of
 several calls on buffers of their own, so that no cache holds what is read. Bytes are those that must be read and written once.
+"copy" is torch's copy of as many bytes as a norm of that model reads: how near the peak a kernel of that length can come.
 """
 import argparse
 import json
@@ -66,6 +67,10 @@ def measure(table, model, ours):
     packed, wide = (heads + 2 * kv) * size, 2 * ffn if llama else ffn
     weight, rstd = random(dim), torch.rand(rows, device="cuda")
     moved = rows * 2  # bytes of a column
+    out = random(rows, dim)
+    table.moves(model, "copy of [rows, dim]", [(rows, dim)], out.copy_, moved * 2 * dim)
+    factor = torch.ones((), device="cuda")
+    table.moves(model, "scaled_into_", [(rows, dim)], lambda x: ours.scaled_into_(out, x, factor), moved * 2 * dim)
     if llama:
         table.moves(model, "rms_norm", [(rows, dim)], lambda x: ours.rms_norm(x, None, weight, 1e-5), moved * 2 * dim)
         table.moves(model, "rms_norm_backward and norm again", [(rows, dim)] * 3,
@@ -73,22 +78,28 @@ def measure(table, model, ours):
         cosine = torch.rand(shape["sequence"], size // 2, device="cuda")
         table.moves(model, "split_qkv_ (rotation in place)", [(shape["batch"], shape["sequence"], packed)],
                     lambda qkv: ours.split_qkv_(qkv, cosine, cosine, heads, kv), moved * 2 * (heads + kv) * size)
-        table.moves(model, "merge_qkv (rotation back)", [(shape["batch"], n, shape["sequence"], size) for n in (heads, kv, kv)],
-                    lambda q, k, v: ours.merge_qkv(q, k, v, cosine, cosine), moved * 2 * packed)
+        table.moves(model, "merge_qkv (rotation back)", [(shape["batch"], shape["sequence"], n, size) for n in (heads, kv, kv)],
+                    lambda q, k, v: ours.merge_qkv(*(t.transpose(1, 2) for t in (q, k, v)), cosine, cosine), moved * 2 * packed)
         table.moves(model, "swiglu", [(rows, wide)], ours.swiglu, moved * 3 * ffn)
         table.moves(model, "swiglu_backward_ and swiglu again", [(rows, ffn), (rows, wide)], ours.swiglu_backward_, moved * 6 * ffn)
     else:
         table.moves(model, "layer_norm", [(rows, dim)], lambda x: ours.layer_norm(x, weight, weight, 1e-5), moved * 2 * dim)
-        table.moves(model, "layer_norm_backward and norm again", [(rows, dim)] * 3,
-                    lambda dy, ds, x: ours.layer_norm_backward(dy, ds, x, weight, rstd, rstd, weight), moved * 5 * dim)
+        table.moves(model, "layer_norm_backward, norm again, sums", [(rows, dim)] * 3,
+                    lambda dy, ds, x: ours.layer_norm_backward(dy, ds, x, weight, rstd, rstd, weight, True), moved * 5 * dim)
         table.moves(model, "gelu", [(rows, ffn)], ours.gelu, moved * 2 * ffn)
         table.moves(model, "gelu_backward_ and gelu again, sums", [(rows, ffn)] * 2, ours.gelu_backward_, moved * 4 * ffn)
-        table.moves(model, "column_sums", [(rows, dim)], ours.column_sums, moved * dim)
+        table.moves(model, "column_sums", [(rows, packed)], ours.column_sums, moved * packed)
+        table.moves(model, "merge_qkv_sums", [(shape["batch"], shape["sequence"], n, size) for n in (heads, kv, kv)],
+                    lambda q, k, v: ours.merge_qkv_sums(*(t.transpose(1, 2) for t in (q, k, v))), moved * 2 * packed)
     target = torch.randint(vocab, (8192,), device="cuda")
     table.moves(model, "cross_entropy_, 8192 rows", [(8192, vocab)], lambda x: ours.cross_entropy_(x, target, -100), 8192 * vocab * 4, 2)
     history = torch.ones(16, device="cuda")
-    table.moves(model, "fp8_quantize, both ways", [(rows, dim)],
-                lambda x: ours.fp8_quantize(x, history, 0, False, False, True, True), moved * 2 * dim)
+    for columns in (dim, wide):
+        table.moves(model, f"fp8_quantize of {columns}, both ways", [(rows, columns)],
+                    lambda x: ours.fp8_quantize(x, history, 0, False, False, True, True), moved * 2 * columns, 3)
+    tokens, embedding = torch.randint(vocab, (rows,), device="cuda"), torch.zeros(vocab, dim, device="cuda")
+    table.moves(model, "embedding_add_, with sorting", [(rows, dim)], lambda x: ours.embedding_add_(embedding, tokens, x), rows * dim * 10)
+    del embedding
 
     products = [("qkv", packed, dim), ("output", dim, dim), ("up", wide, dim), ("down", dim, ffn)]
     for name, out, inner in products:
@@ -101,7 +112,14 @@ def measure(table, model, ours):
         x8, w8 = (t.to(torch.float8_e4m3fn) for t in (x, w))
         table.multiplies(model, f"{name}: forward, fp8", [lambda: ours.fp8_product_(y, x8, w8.t(), one, one, None, None, True)] * 4,
                          flops, "fp8")
-        del x, w, y, buffer, x8, w8
+        # The gradient's eight bits and the other operand's, each with the dimension that is summed over last.
+        y8, back = y.to(torch.float8_e5m2), torch.empty_like(x)
+        turned_x, turned_w, turned_y = (t.t().contiguous() for t in (x8, w8, y8))
+        table.multiplies(model, f"{name}: input's gradient, fp8",
+                         [lambda: ours.fp8_product_(back, y8, turned_w.t(), one, one, None, None, False)] * 4, flops, "fp8")
+        table.multiplies(model, f"{name}: weight's gradient, fp8",
+                         [lambda: ours.fp8_product_(buffer, turned_y, turned_x.t(), one, one, None, None, False)] * 4, flops, "fp8")
+        del x, w, y, buffer, x8, w8, y8, back, turned_x, turned_w, turned_y
     head_rows = min(rows, 16384)
     x, w, y = random(head_rows, dim), random(vocab, dim), random(head_rows, vocab)
     buffer, flops = torch.zeros(vocab, dim, device="cuda"), 2 * head_rows * vocab * dim
@@ -140,11 +158,30 @@ def limits(table, model, rows, head_rows):
             "limit_ms": (library + optimizer) * 1e3, "limit_with_rest_ms": (library + optimizer + rest) * 1e3}
 
 
+def markdown(table, bounds):
+    """The table of bench/results/gpu_kernels.md."""
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in table.rows):
+        lines += [f"## {model or 'All models'}", "| kernel | us | | of the peak |", "|---|---|---|---|"]
+        for row in (row for row in table.rows if row["model"] == model):
+            bytes_moved = "bytes_per_second" in row
+            speed = row["bytes_per_second" if bytes_moved else "flops"] * 1e-12
+            shown = f"{speed:.2f} TB/s" if bytes_moved else f"{speed:.0f} TFLOP/s"
+            lines.append(f"| {row['kernel']} | {row['us']:.1f} | {shown} | {row['of_peak']:.1%} |")
+        if model in bounds:
+            limit = bounds[model]
+            lines += ["", f"Limits of a step, ms: {limit['limit_ms']:.1f} for library kernels ({limit['library_ms']:.1f}) and AdamW's bytes; "
+                      f"{limit['limit_with_rest_ms']:.1f} with the bytes of norms, activations, rotation and loss."]
+        lines.append("")
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", default="build", help="folder with libbonfire.so and libbonfire_cuda.so")
     parser.add_argument("--model", choices=MODELS, action="append")
     parser.add_argument("--json", help="file to write")
+    parser.add_argument("--table", help="file to write, in Markdown")
     options = parser.parse_args()
     for library in ("libbonfire.so.0", "libbonfire_cuda.so"):
         torch.ops.load_library(str(pathlib.Path(options.build).resolve() / library))
@@ -163,6 +200,8 @@ def main():
     for model in options.model or MODELS:
         bounds[model] = measure(table, model, ours)
         print(model, {key: round(value, 2) for key, value in bounds[model].items()}, flush=True)
+    if options.table:
+        pathlib.Path(options.table).write_text(markdown(table, bounds))
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps({"kernels": table.rows, "limits": bounds}, indent=1) + "\n")
 

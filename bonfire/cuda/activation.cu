@@ -110,6 +110,20 @@ void gelu(const GeluMemory& memory, cudaStream_t stream) {
   });
 }
 
+template <class T, int width>
+__global__ void scaled_kernel(const T* x, T* out, const compute_t<T>* factor, std::int64_t packs) {
+  const compute_t<T> scale = *factor;
+#pragma unroll
+  for (int round = 0; round < rounds; ++round) {
+    const std::int64_t i = (static_cast<std::int64_t>(blockIdx.x) * rounds + round) * threads + threadIdx.x;
+    if (i >= packs) return;
+    Pack<T, width> pack = pack_at<T, width>(x, i);
+#pragma unroll
+    for (int j = 0; j < width; ++j) pack.at[j] = store<T>(load(pack.at[j]) * scale);
+    pack_at<T, width>(out, i) = pack;
+  }
+}
+
 // bonfire::Random::block: Philox 4x32, ten rounds.
 __device__ void philox(std::uint64_t key, std::uint64_t counter, std::uint32_t (&words)[4]) {
   std::uint32_t c0 = static_cast<std::uint32_t>(counter), c1 = static_cast<std::uint32_t>(counter >> 32), c2 = 0, c3 = 0;
@@ -155,6 +169,23 @@ void launch_swiglu_backward(const SwigluMemory& memory, cudaStream_t stream) {
 }
 void launch_gelu(const GeluMemory& memory, cudaStream_t stream) { gelu<false>(memory, stream); }
 void launch_gelu_backward(const GeluMemory& memory, cudaStream_t stream) { gelu<true>(memory, stream); }
+
+void launch_scaled(const ScaledMemory& memory, cudaStream_t stream) {
+  if (memory.elements == 0) return;
+  with_type(memory.type, [&](auto t) {
+    using T = decltype(t);
+    const auto run = [&](auto packed) {
+      constexpr int width = decltype(packed)::value ? full_width<T> : 1;
+      const std::int64_t packs = memory.elements / width;
+      scaled_kernel<T, width>
+          <<<static_cast<unsigned>((packs + threads * rounds - 1) / (threads * rounds)), threads, 0, stream>>>(
+              static_cast<const T*>(memory.x), static_cast<T*>(memory.out), static_cast<const compute_t<T>*>(memory.factor),
+              packs);
+    };
+    const bool packed = memory.elements % full_width<T> == 0 && aligned({memory.x, memory.out}, 16);
+    packed ? run(std::true_type{}) : run(std::false_type{});
+  });
+}
 
 void launch_dropout(const DropoutMemory& memory, cudaStream_t stream) {
   if (memory.elements == 0) return;

@@ -28,6 +28,16 @@ struct GeluMemory {
 void launch_gelu(const GeluMemory& memory, cudaStream_t stream);
 void launch_gelu_backward(const GeluMemory& memory, cudaStream_t stream);
 
+// `out`, which may be x, is x times *factor: f64 for f64 elements, otherwise f32.
+struct ScaledMemory {
+  const void* x = nullptr;
+  void* out = nullptr;
+  const void* factor = nullptr;
+  std::int64_t elements = 0;
+  Element type = Element::f32;
+};
+void launch_scaled(const ScaledMemory& memory, cudaStream_t stream);
+
 // Element i of x becomes 0 where word (first + i) of the generator is below p * 2^32, otherwise it grows by 1 / (1 - p).
 struct DropoutMemory {
   const void* x = nullptr;

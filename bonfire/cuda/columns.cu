@@ -6,28 +6,59 @@
 namespace bonfire::cuda {
 namespace {
 
-constexpr int lanes = 32, groups = 8;  // of a block: a group has every eighth row, a lane one pack of its columns
-constexpr int at_once = 4;             // rows that a thread reads before it works on them
+constexpr int lanes = 32, groups = 16;  // of a block: a group has every sixteenth row, a lane one pack of its columns
+
+enum class Pass { sums, gelu, gelu_again, merge };
+template <Pass pass>
+constexpr bool is_gelu = pass == Pass::gelu || pass == Pass::gelu_again;
+
+// Rows that a thread reads before it works on them, and blocks for each multiprocessor of a large GPU: passes that also
+// write go faster in many short blocks.
+template <Pass pass>
+constexpr int at_once = pass == Pass::sums ? 8
+                        : is_gelu<pass>    ? 2
+                                           : 4;
+template <Pass pass>
+constexpr int blocks_for_each = pass == Pass::sums ? 2 : 16;
 
 template <class T>
 struct Columns {
   const T* x;
   T *d_out, *result;
   compute_t<T>* parts;
-  bool again;
   std::int64_t rows, columns, rows_of_part;
+  HeadsMemory q, k, v;  // of a merge
+  std::int64_t sequence, head_dim;
 };
 
-template <class T, int width, bool gelu>
-__global__ void columns_kernel(Columns<T> a) {
+template <class T, int width, Pass pass>
+__global__ void __launch_bounds__(lanes* groups, 2) columns_kernel(Columns<T> a) {
   using C = compute_t<T>;
   __shared__ C shared[groups][lanes * width + 1];
   const std::int64_t pack = static_cast<std::int64_t>(blockIdx.x) * lanes + threadIdx.x;
   const std::int64_t begin = blockIdx.y * a.rows_of_part, end = min(a.rows, begin + a.rows_of_part);
   C sums[width] = {};
   if (pack * width < a.columns) {
+    HeadsMemory part{};
+    const T* from = nullptr;  // this thread's columns of the part
+    if constexpr (pass == Pass::merge) {
+      const std::int64_t head = pack * width / a.head_dim;
+      const bool in_q = head < a.q.heads, in_k = !in_q && head < a.q.heads + a.k.heads;
+      part = in_q ? a.q : in_k ? a.k : a.v;
+      const std::int64_t own = in_q ? head : in_k ? head - a.q.heads : head - a.q.heads - a.k.heads;
+      from = static_cast<const T*>(part.data) + own * part.stride_head + pack * width - head * a.head_dim;
+    }
+    const auto read = [&](std::int64_t row) {
+      if constexpr (pass == Pass::merge) {
+        const unsigned batch = static_cast<unsigned>(row) / static_cast<unsigned>(a.sequence);
+        const std::int64_t position = row - batch * a.sequence;
+        return read_once<T, width>(from + batch * part.stride_batch + position * part.stride_sequence, 0);
+      } else {
+        return pack_at<T, width>(a.x + row * a.columns, pack);
+      }
+    };
     const auto work = [&](std::int64_t row, const Pack<T, width>& x, const Pack<T, width>& d) {
-      if constexpr (gelu) {
+      if constexpr (is_gelu<pass>) {
         Pack<T, width> out, dx;
 #pragma unroll
         for (int j = 0; j < width; ++j) {
@@ -36,28 +67,30 @@ __global__ void columns_kernel(Columns<T> a) {
           dx.at[j] = store<T>(load(d.at[j]) * at.slope);
           sums[j] += load(dx.at[j]);
         }
-        if (a.again) pack_at<T, width>(a.d_out + row * a.columns, pack) = out;
+        if constexpr (pass == Pass::gelu_again) pack_at<T, width>(a.d_out + row * a.columns, pack) = out;
         pack_at<T, width>(a.result + row * a.columns, pack) = dx;
       } else {
 #pragma unroll
         for (int j = 0; j < width; ++j) sums[j] += load(x.at[j]);
+        if constexpr (pass == Pass::merge) pack_at<T, width>(a.result + row * a.columns, pack) = x;
       }
     };
+    constexpr int many = at_once<pass>;
     std::int64_t row = begin + threadIdx.y;
-    for (; row + (at_once - 1) * groups < end; row += at_once * groups) {
-      Pack<T, width> x[at_once], d[at_once];
+    for (; row + (many - 1) * groups < end; row += many * groups) {
+      Pack<T, width> x[many], d[many];
 #pragma unroll
-      for (int r = 0; r < at_once; ++r) {
-        x[r] = pack_at<T, width>(a.x + (row + r * groups) * a.columns, pack);
-        if constexpr (gelu) d[r] = pack_at<T, width>(a.d_out + (row + r * groups) * a.columns, pack);
+      for (int r = 0; r < many; ++r) {
+        x[r] = read(row + r * groups);
+        if constexpr (is_gelu<pass>) d[r] = pack_at<T, width>(a.d_out + (row + r * groups) * a.columns, pack);
       }
 #pragma unroll
-      for (int r = 0; r < at_once; ++r) work(row + r * groups, x[r], d[r]);
+      for (int r = 0; r < many; ++r) work(row + r * groups, x[r], d[r]);
     }
     for (; row < end; row += groups) {
       Pack<T, width> d{};
-      if constexpr (gelu) d = pack_at<T, width>(a.d_out + row * a.columns, pack);
-      work(row, pack_at<T, width>(a.x + row * a.columns, pack), d);
+      if constexpr (is_gelu<pass>) d = pack_at<T, width>(a.d_out + row * a.columns, pack);
+      work(row, read(row), d);
     }
   }
 #pragma unroll
@@ -72,41 +105,61 @@ __global__ void columns_kernel(Columns<T> a) {
   }
 }
 
-template <bool gelu>
-void pass(const ColumnsMemory& memory, cudaStream_t stream) {
+std::int64_t parts_of(std::int64_t rows, std::int64_t columns, int blocks) {
+  // Tiles as wide as those of the narrowest elements, and 64 rows for each part at least.
+  const std::int64_t tiles = std::max<std::int64_t>(1, (columns + 255) / 256);
+  return std::clamp<std::int64_t>((rows + 63) / 64, 1, std::max<std::int64_t>(1, 132 * blocks / tiles));
+}
+
+template <Pass pass>
+void run_pass(const ColumnsMemory& memory, const QkvMemory& qkv, cudaStream_t stream) {
   if (memory.columns == 0) return;
   with_type(memory.type, [&](auto t) {
     using T = decltype(t);
-    const std::int64_t parts = column_parts(memory.rows, memory.columns);
+    using C = compute_t<T>;
+    const std::int64_t parts = parts_of(memory.rows, memory.columns, blocks_for_each<pass>);
     const Columns<T> a{static_cast<const T*>(memory.x),
                        static_cast<T*>(memory.d_out),
                        static_cast<T*>(memory.result),
-                       static_cast<compute_t<T>*>(memory.parts),
-                       memory.again,
+                       static_cast<C*>(memory.parts),
                        memory.rows,
                        memory.columns,
-                       (memory.rows + parts - 1) / parts};
+                       (memory.rows + parts - 1) / parts,
+                       qkv.parts[0],
+                       qkv.parts[1],
+                       qkv.parts[2],
+                       qkv.sequence,
+                       qkv.head_dim};
     const auto run = [&](auto packed) {
       constexpr int width = decltype(packed)::value ? full_width<T> : 1;
       const std::int64_t tile = lanes * width;
       const dim3 grid(static_cast<unsigned>((memory.columns + tile - 1) / tile), static_cast<unsigned>(parts));
-      columns_kernel<T, width, gelu><<<grid, dim3(lanes, groups), 0, stream>>>(a);
+      columns_kernel<T, width, pass><<<grid, dim3(lanes, groups), 0, stream>>>(a);
     };
-    const bool packed = memory.columns % full_width<T> == 0 && aligned({memory.x, memory.d_out, memory.result}, 16);
+    constexpr int wide = full_width<T>;
+    bool packed = memory.columns % wide == 0 && aligned({memory.x, memory.d_out, memory.result}, 16);
+    if constexpr (pass == Pass::merge) {
+      packed = packed && qkv.head_dim % wide == 0;
+      for (const HeadsMemory& part : qkv.parts)
+        packed = packed && aligned({part.data}, 16) && part.stride_batch % wide == 0 && part.stride_head % wide == 0 &&
+                 part.stride_sequence % wide == 0;
+    }
     packed ? run(std::true_type{}) : run(std::false_type{});
-    sum_parts<compute_t<T>>(memory.parts, memory.sums, parts, memory.columns, stream);
+    sum_parts<C>(static_cast<const C*>(memory.parts), {{static_cast<C*>(memory.sums), nullptr, nullptr}}, parts,
+                 memory.columns, stream);
   });
 }
 
 }  // namespace
 
-std::int64_t column_parts(std::int64_t rows, std::int64_t columns) {
-  // As many blocks as keep a large GPU's memory busy, of 32 rows at least.
-  const std::int64_t tiles = std::max<std::int64_t>(1, (columns + 255) / 256);
-  return std::clamp<std::int64_t>((rows + 31) / 32, 1, std::max<std::int64_t>(1, 132 * 8 / tiles));
-}
+std::int64_t most_column_parts(std::int64_t rows, std::int64_t columns) { return parts_of(rows, columns, 16); }
 
-void launch_column_sums(const ColumnsMemory& memory, cudaStream_t stream) { pass<false>(memory, stream); }
-void launch_gelu_backward_sums(const ColumnsMemory& memory, cudaStream_t stream) { pass<true>(memory, stream); }
+void launch_column_sums(const ColumnsMemory& memory, cudaStream_t stream) { run_pass<Pass::sums>(memory, {}, stream); }
+void launch_gelu_backward_sums(const ColumnsMemory& memory, cudaStream_t stream) {
+  memory.again ? run_pass<Pass::gelu_again>(memory, {}, stream) : run_pass<Pass::gelu>(memory, {}, stream);
+}
+void launch_merge_qkv_sums(const QkvMemory& qkv, const ColumnsMemory& memory, cudaStream_t stream) {
+  run_pass<Pass::merge>(memory, qkv, stream);
+}
 
 }  // namespace bonfire::cuda

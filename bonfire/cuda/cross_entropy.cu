@@ -6,8 +6,6 @@ namespace bonfire::cuda {
 namespace {
 
 // Exponents are of two: one multiplication and addition brings an element there.
-template <class C>
-constexpr C log2e = C(1.4426950408889634073599246810019);
 
 // The largest of some numbers times log2e, and the sum of their exponentials relative to it.
 template <class C>

@@ -67,6 +67,35 @@ __device__ Pack<T, width>& pack_at(T* data, std::int64_t index) {
   return reinterpret_cast<Pack<T, width>*>(data)[index];
 }
 
+// The same for what is not read again soon: it makes way in the caches first.
+template <class T, int width>
+__device__ Pack<T, width> read_once(const T* data, std::int64_t index) {
+  using P = Pack<T, width>;
+  if constexpr (sizeof(P) == 16) {
+    const int4 words = __ldcs(reinterpret_cast<const int4*>(data) + index);
+    return *reinterpret_cast<const P*>(&words);
+  } else {
+    return pack_at<T, width>(data, index);
+  }
+}
+template <class T, int width>
+__device__ void write_once(T* data, std::int64_t index, const Pack<T, width>& pack) {
+  if constexpr (sizeof(pack) == 16)
+    __stcs(reinterpret_cast<int4*>(data) + index, *reinterpret_cast<const int4*>(&pack));
+  else
+    pack_at<T, width>(data, index) = pack;
+}
+
+// Keeps the compiler from holding a pack unpacked, in twice the registers, where it is used again later.
+template <class T, int width>
+__device__ void stay_packed(Pack<T, width>& pack) {
+  if constexpr (sizeof(pack) % 4 == 0) {
+    auto* words = reinterpret_cast<unsigned*>(&pack);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(pack) / 4); ++i) asm volatile("" : "+r"(words[i]));
+  }
+}
+
 // Exponentials and division: the quick ones where the result is rounded to two bytes anyway.
 template <class T>
 __device__ compute_t<T> power_of_two(compute_t<T> x) {
@@ -78,12 +107,23 @@ __device__ compute_t<T> power_of_two(compute_t<T> x) {
     return exp2(x);
   }
 }
+// 1 / (1 + 2^-x)
+template <class T>
+__device__ compute_t<T> logistic_of_two(compute_t<T> x) {
+  const compute_t<T> below = compute_t<T>(1) + power_of_two<T>(-x);
+  if constexpr (sizeof(T) == 2) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(below));
+    return y;
+  } else {
+    return compute_t<T>(1) / below;
+  }
+}
+template <class C>
+constexpr C log2e = C(1.4426950408889634073599246810019);
 template <class T>
 __device__ compute_t<T> sigmoid(compute_t<T> x) {
-  if constexpr (sizeof(T) == 2)
-    return __fdividef(1.0f, 1.0f + __expf(-x));
-  else
-    return compute_t<T>(1) / (compute_t<T>(1) + exp(-x));
+  return logistic_of_two<T>(log2e<compute_t<T>> * x);
 }
 
 // gelu(x) = x * sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), because 1 + tanh(u) = 2 sigmoid(2 u).
@@ -93,9 +133,9 @@ struct Gelu {
   C value, slope;
   __device__ explicit Gelu(C x) {
     constexpr C k = C(1.5957691216057307117597842397375), cubic = C(0.044715);
-    const C s = sigmoid<T>(k * (x + cubic * x * x * x));
+    const C square = x * x, s = logistic_of_two<T>(x * (k * log2e<C> + k * cubic * log2e<C> * square));
     value = x * s;
-    slope = s * (C(1) + x * (C(1) - s) * (k * (C(1) + C(3) * cubic * x * x)));
+    slope = s + (s - s * s) * x * (k + C(3) * k * cubic * square);
   }
 };
 

@@ -39,8 +39,9 @@ struct NormBackward {
   void* dx = nullptr;
   void* normed = nullptr;  // or null; the norm again, with forward's bits
   void* d_weight = nullptr;
-  void* d_bias = nullptr;  // centered only
-  void* parts = nullptr;   // scratch: norm_parts rows of `columns` statistics, twice as many where centered
+  void* d_bias = nullptr;   // centered only
+  void* dx_sums = nullptr;  // centered only, or null; of dx over the rows
+  void* parts = nullptr;    // scratch: norm_parts rows of `columns` statistics for each of the three before that is there
 };
 // The sums over rows are made of this many parts; it depends on nothing but the shape, so equal runs give equal bits.
 std::int64_t norm_parts(const NormShape& shape);

@@ -26,7 +26,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using TwoTensors = std::tuple<Tensor, Tensor>;
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
-using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // Makes `like`'s device current and launches on its stream.
 template <class Launcher, class... Arguments>
@@ -91,13 +91,14 @@ ThreeTensors layer_norm_cuda(const Tensor& given, const Tensor& given_weight, co
 }
 
 struct NormGradients {
-  Tensor dx, d_weight, d_bias, normed;
+  Tensor dx, d_weight, d_bias, normed, sums;
 };
 
-// Whether backward makes the norm again; that of a layer norm needs its bias.
+// Whether backward makes the norm again; that of a layer norm needs its bias. And whether it sums dx, of a layer norm.
 struct Again {
   bool wanted = false;
   Tensor bias{};
+  bool sums = false;
 };
 
 // With a mean it is the layer norm's.
@@ -110,10 +111,14 @@ NormGradients norm_backward(const Tensor& d_normed, const OptionalTensor& d_stre
   NormGradients out{.dx = at::empty_like(x),
                     .d_weight = at::empty({shape.columns}, rstd.options()),
                     .d_bias = {},
-                    .normed = again.wanted ? at::empty_like(x) : at::empty({0}, x.options())};
-  if (centered) out.d_bias = at::empty_like(out.d_weight);
+                    .normed = again.wanted ? at::empty_like(x) : at::empty({0}, x.options()),
+                    .sums = {}};
+  if (centered) {
+    out.d_bias = at::empty_like(out.d_weight);
+    out.sums = again.sums ? at::empty_like(out.d_weight) : at::empty({0}, rstd.options());
+  }
   const Tensor bias = again.bias.defined() ? again.bias.to(weight.scalar_type()).contiguous() : Tensor();
-  const Tensor parts = at::empty({(centered ? 2 : 1) * norm_parts(shape), shape.columns}, rstd.options());
+  const Tensor parts = at::empty({(again.sums ? 3 : centered ? 2 : 1) * norm_parts(shape), shape.columns}, rstd.options());
   launch(x, launch_norm_backward, shape,
          NormBackward{.d_normed = dy.const_data_ptr(),
                       .d_stream = data_of(ds),
@@ -126,6 +131,7 @@ NormGradients norm_backward(const Tensor& d_normed, const OptionalTensor& d_stre
                       .normed = again.wanted ? out.normed.data_ptr() : nullptr,
                       .d_weight = out.d_weight.data_ptr(),
                       .d_bias = centered ? out.d_bias.data_ptr() : nullptr,
+                      .dx_sums = again.sums ? out.sums.data_ptr() : nullptr,
                       .parts = parts.data_ptr()});
   return out;
 }
@@ -136,12 +142,12 @@ ThreeTensors rms_norm_backward_cuda(const Tensor& d_normed, const OptionalTensor
   return {out.dx, out.d_weight, out.normed};
 }
 
-FourTensors layer_norm_backward_cuda(const Tensor& d_normed, const OptionalTensor& d_stream, const Tensor& x,
+FiveTensors layer_norm_backward_cuda(const Tensor& d_normed, const OptionalTensor& d_stream, const Tensor& x,
                                      const Tensor& weight, const Tensor& mean, const Tensor& rstd,
-                                     const OptionalTensor& bias) {
+                                     const OptionalTensor& bias, bool sums) {
   const auto out = norm_backward(d_normed, d_stream, x, weight, mean, rstd,
-                                 {.wanted = bias.has_value(), .bias = bias.value_or(Tensor())});
-  return {out.dx, out.d_weight, out.d_bias, out.normed};
+                                 {.wanted = bias.has_value(), .bias = bias.value_or(Tensor()), .sums = sums});
+  return {out.dx, out.d_weight, out.d_bias, out.normed, out.sums};
 }
 
 // Queries, keys and values. In memory each lies as [batch, sequence, heads, head_dim], as attention likes to read it and as
@@ -195,11 +201,13 @@ ThreeTensors split_qkv_cuda(const Tensor& given, const OptionalTensor& cosine, c
   return parts;
 }
 
+Tensor whole_rows(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
+
 Tensor merge_qkv_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cosine,
                       const OptionalTensor& sine) {
-  const auto rows = [](const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); };
   Tensor qkv = at::empty({q.size(0), q.size(2), (q.size(1) + 2 * k.size(1)) * q.size(3)}, q.options());
-  launch(qkv, launch_merge_qkv, qkv_memory(qkv, {rows(q), rows(k), rows(v)}, angles(cosine, qkv), angles(sine, qkv)));
+  launch(qkv, launch_merge_qkv,
+         qkv_memory(qkv, {whole_rows(q), whole_rows(k), whole_rows(v)}, angles(cosine, qkv), angles(sine, qkv)));
   return qkv;
 }
 
@@ -282,7 +290,7 @@ struct ColumnSums {
 ColumnSums room_for_sums(const Tensor& x) {
   const std::int64_t columns = x.size(-1), rows = columns ? x.numel() / columns : 0;
   const auto options = x.options().dtype(wide_type(x));
-  return {at::empty({columns}, options), at::empty({column_parts(rows, columns), columns}, options)};
+  return {at::empty({columns}, options), at::empty({most_column_parts(rows, columns), columns}, options)};
 }
 
 Tensor column_sums_cuda(const Tensor& given) {
@@ -290,6 +298,16 @@ Tensor column_sums_cuda(const Tensor& given) {
   const auto [sums, parts] = room_for_sums(x);
   launch(x, launch_column_sums, columns_memory(x, sums, parts));
   return sums;
+}
+
+TwoTensors merge_qkv_sums_cuda(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const ThreeTensors parts{whole_rows(q), whole_rows(k), whole_rows(v)};
+  Tensor qkv = at::empty({q.size(0), q.size(2), (q.size(1) + 2 * k.size(1)) * q.size(3)}, q.options());
+  const auto [sums, scratch] = room_for_sums(qkv);
+  ColumnsMemory memory = columns_memory(qkv, sums, scratch);
+  memory.result = qkv.data_ptr();
+  launch(qkv, launch_merge_qkv_sums, qkv_memory(qkv, parts, {}, {}), memory);
+  return {qkv, sums};
 }
 
 TwoTensors gelu_gradient_and_sums(const Tensor& d_out, const Tensor& given_x, bool again) {
@@ -311,6 +329,19 @@ TwoTensors gelu_exchange_cuda(Tensor d_out, const Tensor& x) {
 
 TwoTensors gelu_sums_cuda(const Tensor& d_out, const Tensor& x) {
   return gelu_gradient_and_sums(d_out.contiguous(), x, false);
+}
+
+void scaled_into_cuda(Tensor out, const Tensor& given, const Tensor& given_factor) {
+  const Tensor x = given.contiguous(), factor = given_factor.to(wide_type(x));
+  require(out.is_contiguous() && out.scalar_type() == x.scalar_type() && out.numel() == x.numel() && factor.numel() == 1,
+          "scaled_into_: {} elements of {} times {} to {} of {}", x.numel(), c10::toString(x.scalar_type()), factor.numel(),
+          out.numel(), c10::toString(out.scalar_type()));
+  launch(out, launch_scaled,
+         ScaledMemory{.x = x.const_data_ptr(),
+                      .out = out.data_ptr(),
+                      .factor = factor.const_data_ptr(),
+                      .elements = x.numel(),
+                      .type = element_of(x)});
 }
 
 Tensor dropout_cuda(const Tensor& given, double p, std::int64_t key, std::int64_t first) {
@@ -377,6 +408,7 @@ TORCH_LIBRARY_IMPL(bonfire, CUDA, m) {
   m.impl("split_qkv", split_qkv_cuda);
   m.impl("split_qkv_", split_qkv_in_place_cuda);
   m.impl("merge_qkv", merge_qkv_cuda);
+  m.impl("merge_qkv_sums", merge_qkv_sums_cuda);
   m.impl("swiglu", swiglu_cuda);
   m.impl("swiglu_backward", swiglu_backward_cuda);
   m.impl("gelu", gelu_cuda);
@@ -386,6 +418,7 @@ TORCH_LIBRARY_IMPL(bonfire, CUDA, m) {
   m.impl("gelu_backward_sums", gelu_sums_cuda);
   m.impl("column_sums", column_sums_cuda);
   m.impl("dropout", dropout_cuda);
+  m.impl("scaled_into_", scaled_into_cuda);
   m.impl("cross_entropy", cross_entropy_cuda);
   m.impl("cross_entropy_", cross_entropy_in_place_cuda);
   m.impl("embedding_add_", embedding_add_cuda);

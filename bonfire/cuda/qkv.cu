@@ -5,8 +5,10 @@
 namespace bonfire::cuda {
 namespace {
 
-constexpr int threads = 256;
-constexpr int heads_at_once = 8;  // of a row; a thread goes on to the eighth head after its own, with the same angles
+constexpr int threads = 128;
+// Of a row: a thread goes on to the eighth head, or sixteenth, after its own, with the same angles.
+template <bool merge>
+constexpr int heads_at_once = merge ? 16 : 8;
 
 template <class T>
 struct Heads {
@@ -25,22 +27,34 @@ struct Qkv {
 };
 
 // A thread has one pack of a head and, where `paired`, the one half a head further, with which it turns.
-template <class T, int width, bool paired, bool merge>
-__global__ void qkv_kernel(Qkv<T> a) {
+template <class T, int width, bool paired, bool turns, bool merge>
+__global__ void __launch_bounds__(threads) qkv_kernel(Qkv<T> a) {
   using C = compute_t<T>;
+  constexpr int at_once = heads_at_once<merge>;
   const int half = a.head_dim / 2, items = (paired ? half : a.head_dim) / width;
-  const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * threads + threadIdx.x;
-  const std::int64_t row = at / (items * heads_at_once);
+  // In 32 bits where that is enough: dividing in 64 takes as long as all the rest.
+  std::int64_t row, batch;
+  int within;
+  if (a.rows * items * at_once <= 0x7fffffff) {
+    const unsigned at = blockIdx.x * threads + threadIdx.x, own = at / (items * at_once);
+    row = own;
+    within = static_cast<int>(at - own * (items * at_once));
+    batch = own / static_cast<unsigned>(a.sequence);
+  } else {
+    const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * threads + threadIdx.x;
+    row = at / (items * at_once);
+    within = static_cast<int>(at - row * (items * at_once));
+    batch = row / a.sequence;
+  }
   if (row >= a.rows) return;
-  const int within = static_cast<int>(at - row * (items * heads_at_once)), item = within % items, first = within / items;
-  const std::int64_t batch = row / a.sequence, position = row - batch * a.sequence;
-  const bool turns = paired && a.cosine;
+  const int first = within / items, item = within - first * items;
+  const std::int64_t position = row - batch * a.sequence;
   Pack<C, width> cosine{}, sine{};
-  if (turns) {
+  if constexpr (turns) {
     cosine = pack_at<C, width>(a.cosine + position * half, item);
     sine = pack_at<C, width>(a.sine + position * half, item);
   }
-  for (int head = first; head < a.moved_heads; head += heads_at_once) {
+  for (int head = first; head < a.moved_heads; head += at_once) {
     const bool in_q = head < a.q.heads, in_k = !in_q && head < a.q.heads + a.k.heads;
     const Heads<T>& part = in_q ? a.q : in_k ? a.k : a.v;
     const int own = in_q ? head : in_k ? head - a.q.heads : head - a.q.heads - a.k.heads;
@@ -88,11 +102,11 @@ void move(const QkvMemory& memory, cudaStream_t stream) {
                    static_cast<int>(memory.head_dim),
                    static_cast<int>(q.heads + k.heads + v.heads),
                    static_cast<int>(q.heads + k.heads + (q.data == memory.packed ? 0 : v.heads))};
-    const auto run = [&](auto width, auto paired) {
+    const auto run = [&](auto width, auto paired, auto turns) {
       constexpr int w = decltype(width)::value;
       const std::int64_t items = (decltype(paired)::value ? memory.head_dim / 2 : memory.head_dim) / w;
-      const std::int64_t work = rows * items * heads_at_once;
-      qkv_kernel<T, w, decltype(paired)::value, merge>
+      const std::int64_t work = rows * items * heads_at_once<merge>;
+      qkv_kernel<T, w, decltype(paired)::value, decltype(turns)::value, merge>
           <<<static_cast<unsigned>((work + threads - 1) / threads), threads, 0, stream>>>(a);
     };
     constexpr int wide = full_width<T>;
@@ -102,12 +116,14 @@ void move(const QkvMemory& memory, cudaStream_t stream) {
     const bool packed = memory.head_dim % (2 * wide) == 0 && steps(q) && steps(k) && steps(v) &&
                         aligned({memory.packed, q.data, k.data, v.data}, 16) &&
                         aligned({memory.cosine, memory.sine}, sizeof(C) * wide);
-    if (packed)
-      run(std::integral_constant<int, wide>{}, std::true_type{});
-    else if (memory.cosine)
-      run(std::integral_constant<int, 1>{}, std::true_type{});
+    using Wide = std::integral_constant<int, wide>;
+    using Single = std::integral_constant<int, 1>;
+    constexpr std::true_type yes;
+    constexpr std::false_type no;
+    if (memory.cosine)
+      packed ? run(Wide{}, yes, yes) : run(Single{}, yes, yes);
     else
-      run(std::integral_constant<int, 1>{}, std::false_type{});
+      packed ? run(Wide{}, yes, no) : run(Single{}, no, no);
   });
 }
 

@@ -1,34 +1,13 @@
 #include "bonfire/cuda/quantize.h"
 
-#include <cuda_fp8.h>
-
 #include "bonfire/cuda/device.cuh"
+#include "bonfire/cuda/eight_bits.cuh"
 
 namespace bonfire::cuda {
 namespace {
 
 constexpr int threads = 256;
-constexpr int width = 8;         // elements that a thread reads at once
-constexpr int tile = 128;        // rows and columns of a block
-constexpr int words = tile / 4;  // of four rows of one column
-
-// Magnitudes are not negative, so their bits are in the order of the numbers.
-__device__ void note_largest(float own, float* to) {
-  for (int distance = 16; distance > 0; distance /= 2) own = fmaxf(own, __shfl_xor_sync(0xffffffffu, own, distance));
-  // Looking first spares almost everybody the queue.
-  if (threadIdx.x % 32 == 0 && own > *static_cast<volatile float*>(to))
-    atomicMax(reinterpret_cast<int*>(to), __float_as_int(own));
-}
-
-template <bool wide_range>
-__device__ float scale_for(float magnitude) {
-  return magnitude > 0 ? (wide_range ? 57344.0f : 448.0f) / magnitude : 1.0f;
-}
-
-template <bool wide_range>
-__device__ std::uint32_t eight_bits(float a, float b) {
-  return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, wide_range ? __NV_E5M2 : __NV_E4M3);
-}
+constexpr int width = 8;  // elements that a thread reads at once
 
 template <class T>
 struct Quantize {
@@ -40,11 +19,9 @@ struct Quantize {
   std::int64_t rows, columns;
 };
 
-// A thread turns four rows of eight columns at a time: two words of every row, and of every column one, which goes through
-// shared memory. There the words of a column are exchanged in a way that keeps writers and readers off each other's banks.
-template <class T, bool wide_range>
+template <class T, bool wide_range, bool values, bool transposed>
 __global__ void __launch_bounds__(threads) quantize_kernel(Quantize<T> a) {
-  __shared__ std::uint32_t turned[tile][words];
+  __shared__ TurnedTile turned;
   if (a.later) {
     const int shift = static_cast<int>(*a.later % a.length);
     a.now = (a.now + shift) % a.length;
@@ -54,8 +31,10 @@ __global__ void __launch_bounds__(threads) quantize_kernel(Quantize<T> a) {
   if (a.measured) {
     magnitude = *a.measured;
   } else {
-    for (int i = 0; i < a.length; ++i)
+    // All at once: one after another they would cost as much time as the tile.
+    for (int i = threadIdx.x % 32; i < a.length; i += 32)
       if (i != a.now && i != a.next) magnitude = fmaxf(magnitude, a.history[i]);
+    magnitude = largest_of_warp(magnitude);
   }
   const float scale = scale_for<wide_range>(magnitude);
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
@@ -84,34 +63,16 @@ __global__ void __launch_bounds__(threads) quantize_kernel(Quantize<T> a) {
         largest = fmaxf(largest, fabsf(v[j]));
         v[j] *= scale;
       }
-      low[i] = eight_bits<wide_range>(v[0], v[1]) | eight_bits<wide_range>(v[2], v[3]) << 16;
-      high[i] = eight_bits<wide_range>(v[4], v[5]) | eight_bits<wide_range>(v[6], v[7]) << 16;
-      if (a.values) *reinterpret_cast<uint2*>(a.values + (r + i) * a.columns + c) = make_uint2(low[i], high[i]);
+      low[i] = eight_bits<wide_range>(v[0], v[1], v[2], v[3]);
+      high[i] = eight_bits<wide_range>(v[4], v[5], v[6], v[7]);
+      if constexpr (values) *reinterpret_cast<uint2*>(a.values + (r + i) * a.columns + c) = make_uint2(low[i], high[i]);
     }
-    if (a.transposed) {
-#pragma unroll
-      for (int j = 0; j < width; ++j) {
-        const auto& from = j < 4 ? low : high;
-        const int at = j % 4;
-        std::uint32_t word = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) word |= (from[i] >> (8 * at) & 0xffu) << (8 * i);
-        turned[width * lane + j][group ^ (2 * lane)] = word;
-      }
-    }
+    if constexpr (transposed) turned.put(lane, group, low, high);
   }
   if (a.history) note_largest(largest, a.history + a.now);
-  if (!a.transposed) return;
+  if constexpr (!transposed) return;
   __syncthreads();
-  // Sixteen rows of a column are one store.
-#pragma unroll
-  for (int i = threadIdx.x; i < tile * words / 4; i += threads) {
-    const int c = i / (words / 4), chunk = i % (words / 4), exchanged = c / width;
-    if (column + c >= a.columns || row + 16 * chunk >= a.rows) continue;
-    uint4 found = *reinterpret_cast<const uint4*>(&turned[c][4 * (chunk ^ (exchanged / 2))]);
-    if (exchanged % 2) found = make_uint4(found.z, found.w, found.x, found.y);
-    *reinterpret_cast<uint4*>(a.transposed + (column + c) * a.rows + row + 16 * chunk) = found;
-  }
+  turned.store(a.transposed, a.rows, a.columns, row, column);
 }
 
 template <class T, bool wide_range>
@@ -125,8 +86,7 @@ __global__ void __launch_bounds__(threads) quantize_rows_kernel(Quantize<T> a) {
 #pragma unroll
     for (int j = 0; j < width; ++j) largest = fmaxf(largest, fabsf(load(v.at[j])));
   }
-  for (int distance = 16; distance > 0; distance /= 2)
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+  largest = largest_of_warp(largest);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
   __syncthreads();
   for (const float other : shared) largest = fmaxf(largest, other);
@@ -182,12 +142,21 @@ Quantize<T> arguments(const QuantizeMemory& memory) {
 void launch_quantize(const QuantizeMemory& memory, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((memory.columns + tile - 1) / tile),
                   static_cast<unsigned>((memory.rows + tile - 1) / tile));
+  constexpr std::true_type yes;
+  constexpr std::false_type no;
   with_narrow(memory, [&](auto t) {
     using T = decltype(t);
-    if (memory.wide_range)
-      quantize_kernel<T, true><<<grid, threads, 0, stream>>>(arguments<T>(memory));
-    else
-      quantize_kernel<T, false><<<grid, threads, 0, stream>>>(arguments<T>(memory));
+    const auto run = [&](auto wide_range, auto values, auto transposed) {
+      quantize_kernel<T, decltype(wide_range)::value, decltype(values)::value, decltype(transposed)::value>
+          <<<grid, threads, 0, stream>>>(arguments<T>(memory));
+    };
+    const auto choose = [&](auto wide_range) {
+      if (!memory.transposed)
+        run(wide_range, yes, no);
+      else
+        memory.values ? run(wide_range, yes, yes) : run(wide_range, no, yes);
+    };
+    memory.wide_range ? choose(yes) : choose(no);
   });
 }
 

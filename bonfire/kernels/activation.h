@@ -15,12 +15,12 @@ BONFIRE_API at::Tensor swiglu(const at::Tensor& gate_up);
 BONFIRE_API at::Tensor gelu(const at::Tensor& x);
 
 // What nodes are made of, outside autograd. All contiguous.
-at::Tensor activate(Activation activation, const at::Tensor& wide);
+BONFIRE_API at::Tensor activate(Activation activation, const at::Tensor& wide);
 struct ActivationGradient {
   at::Tensor wide;
   at::Tensor column_sums;  // of that, where they cost nothing: in fp32 at least
 };
-ActivationGradient activate_backward(Activation activation, const at::Tensor& d_out, const at::Tensor& wide);
+BONFIRE_API ActivationGradient activate_backward(Activation activation, const at::Tensor& d_out, const at::Tensor& wide);
 // The same, leaving the activation itself in `d_out`.
 ActivationGradient activate_exchange(Activation activation, const at::Tensor& d_out, const at::Tensor& wide);
 

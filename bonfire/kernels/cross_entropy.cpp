@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/log_softmax.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/softmax.h>
@@ -131,6 +132,8 @@ Tensor rows_composite(Tensor logits, const Tensor& target, std::int64_t ignore) 
   return losses;
 }
 
+void scaled_into_composite(Tensor out, const Tensor& x, const Tensor& factor) { at::mul_out(out, x, factor); }
+
 Tensor losses_composite(const Tensor& logits, const Tensor& target, std::int64_t ignore) {
   return rows_composite<false>(logits, target, ignore);
 }
@@ -156,6 +159,15 @@ Loss reduce(const Tensor& losses, const Tensor& target, const CrossEntropyOption
 // What the gradients of a loss are multiplied by.
 Tensor factor_of(const Tensor& gradient, const Tensor& scale) { return scale.defined() ? gradient.mul(scale) : gradient; }
 
+void scale_into(const Tensor& out, const Tensor& x, const Tensor& factor) {
+  BONFIRE_OPERATOR("bonfire::scaled_into_", void(Tensor, const Tensor&, const Tensor&)).call(out, x, factor);
+}
+Tensor scaled(const Tensor& x, const Tensor& factor) {
+  Tensor out = at::empty_like(x);
+  scale_into(out, x, factor);
+  return out;
+}
+
 struct CrossEntropyNode : BackwardNode {
   std::vector<std::int64_t> sizes;
 
@@ -177,10 +189,14 @@ struct LinearCrossEntropyNode : BackwardNode {
     // The factor goes onto the narrow sides of the two products, never over the logits.
     const Tensor factor = factor_of(gradients[0], scale);
     torch::autograd::variable_list out(2);
-    if (task_should_compute_output(0)) out[0] = product(gradient, weight).mul_(factor).view(sizes);
+    if (task_should_compute_output(0)) {
+      const Tensor dx = product(gradient, weight);
+      scale_into(dx, dx, factor);
+      out[0] = dx.view(sizes);
+    }
     if (wants(1))
       give(out, 1, [sink = sink, gradient, x = for_later(x), factor, type = weight.scalar_type()] {
-        return weight_gradient(gradient, x.mul(factor).to(x.scalar_type()), {.sink = sink.get(), .type = type});
+        return weight_gradient(gradient, scaled(x, factor), {.sink = sink.get(), .type = type});
       });
     return out;
   }
@@ -198,13 +214,15 @@ struct ChunkedNode : BackwardNode {
     const Tensor dx = saved(0), scale = saved(1), d_weight = saved(2);
     const Tensor factor = factor_of(gradients[0], scale);
     torch::autograd::variable_list out(2);
-    if (task_should_compute_output(0)) out[0] = dx.mul(factor).view(sizes);
+    if (task_should_compute_output(0)) out[0] = scaled(dx, factor).view(sizes);
     if (!wants(1)) return out;
     give(out, 1, [sink = sink, d_weight, factor, type = weight_type]() -> Tensor {
       if (!sink) return d_weight.mul(factor).to(type);
       bool fresh = false;
       Tensor buffer = sink->buffer(fresh);
-      if (fresh)
+      if (fresh && buffer.scalar_type() == d_weight.scalar_type())
+        scale_into(buffer, d_weight, factor);
+      else if (fresh)
         at::mul_out(buffer, d_weight, factor);
       else
         buffer.addcmul_(d_weight, factor);
@@ -321,6 +339,7 @@ TORCH_LIBRARY_IMPL(bonfire, CPU, m) {
 TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
   m.impl("cross_entropy", losses_composite);
   m.impl("cross_entropy_", gradients_composite);
+  m.impl("scaled_into_", scaled_into_composite);
 }
 
 }  // namespace bonfire

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -99,8 +100,29 @@ Quantized by_rows(const Tensor& x, bool wide_range) {
 
 bool Fp8Product::suits(const Tensor& rows, const Tensor& weight) {
   const bool narrow = rows.scalar_type() == at::kBFloat16 || rows.scalar_type() == at::kHalf;
-  return narrow && weight.scalar_type() == rows.scalar_type() && rows.size(0) % 16 == 0 && weight.size(0) % 16 == 0 &&
-         weight.size(1) % 16 == 0 && rows.size(0) > 0;
+  const bool fits = weight.scalar_type() == rows.scalar_type() || weight.scalar_type() == at::kFloat8_e4m3fn;
+  return narrow && fits && rows.size(0) % 16 == 0 && weight.size(0) % 16 == 0 && weight.size(1) % 16 == 0 &&
+         rows.size(0) > 0;
+}
+
+Tensor Fp8Product::known_scales(const Tensor& weight) const {
+  if (weight.scalar_type() != at::kFloat8_e4m3fn) return {};
+  require(scales_ && scales_->inverse.defined(), "a weight of {} rows of {} in eight bits has no scales", weight.size(0),
+          weight.size(1));
+  const bool rows = recipe_.scales == Fp8Scales::row;
+  require(scales_->inverse.numel() == (rows ? weight.size(0) : 1),
+          "a weight of {} rows has {} scales; its products expect {}", weight.size(0), scales_->inverse.numel(),
+          rows ? weight.size(0) : 1);
+  return scales_->inverse;
+}
+
+Tensor Fp8Product::plain(const Tensor& weight, at::ScalarType type) const {
+  const Tensor inverse = known_scales(weight);
+  return inverse.defined() ? unscaled_weight(weight, inverse, type) : weight;
+}
+
+KnownScale Fp8Product::next(Role role) {
+  return {history_[role], calls_[role]++, later_.defined() ? later_.select(0, role) : Tensor()};
 }
 
 Quantized Fp8Product::quantize(Role role, const Tensor& given, bool values, bool transposed) {
@@ -122,32 +144,49 @@ Quantized Fp8Product::quantize(Role role, const Tensor& given, bool values, bool
   return {straight, turned, inverse};
 }
 
+Tensor Fp8Product::forward(const Quantized& x, const Tensor& weight, const Addends& addends, at::ScalarType type) {
+  const Tensor known = known_scales(weight);
+  const bool rows = recipe_.scales == Fp8Scales::row;
+  const Quantized right = known.defined() ? Quantized{.values = weight, .transposed = {}, .inverse = known}
+                          : rows          ? by_rows(weight, false)
+                                          : quantize(Role::weight, weight, true, false);
+  return multiplied({.a = x.values,
+                     .inverse_a = x.inverse,
+                     .b = right.values,
+                     .inverse_b = right.inverse,
+                     .addends = addends,
+                     .short_sums = true},
+                    type);
+}
+
 Fp8Product::Forward Fp8Product::forward(const Tensor& x, const Tensor& weight, const Addends& addends, bool keep) {
   const bool rows = recipe_.scales == Fp8Scales::row;
-  Quantized left = rows ? by_rows(x, false) : quantize(input, x, true, keep);
-  const Quantized right = rows ? by_rows(weight, false) : quantize(Role::weight, weight, true, false);
-  Forward result;
-  result.out = multiplied({.a = left.values,
-                           .inverse_a = left.inverse,
-                           .b = right.values,
-                           .inverse_b = right.inverse,
-                           .addends = addends,
-                           .short_sums = true},
-                          x.scalar_type());
+  const Quantized left = rows ? by_rows(x, false) : quantize(input, x, true, keep);
+  Forward result{.out = forward(left, weight, addends, x.scalar_type()), .x = {}};
   if (keep && !rows) result.x = {.values = {}, .transposed = left.transposed, .inverse = left.inverse};
   return result;
 }
 
 Quantized Fp8Product::gradient(const Tensor& dy) {
-  return recipe_.scales == Fp8Scales::row ? by_rows(dy, true) : quantize(gradient_of_output, dy, true, true);
+  if (recipe_.scales == Fp8Scales::tensor) return quantize(gradient_of_output, dy, true, true);
+  // Scales of the weight's rows are those of what is summed over here, so they go into the gradient before it is rounded.
+  const bool known = scales_ && scales_->inverse.defined();
+  return by_rows(known ? dy.mul(scales_->inverse.to(dy.scalar_type())) : dy, true);
 }
 
-Tensor Fp8Product::input_gradient(const Quantized& dy, const Tensor& weight) {
+Tensor Fp8Product::input_gradient(const Quantized& dy, const Tensor& plain_dy, const Tensor& weight) {
   const bool rows = recipe_.scales == Fp8Scales::row;
-  const Quantized right = rows ? by_rows(weight.t(), false) : quantize(Role::weight, weight, false, true);
-  return multiplied(
-      {.a = dy.values, .inverse_a = dy.inverse, .b = rows ? right.values : right.transposed, .inverse_b = right.inverse},
-      weight.scalar_type());
+  const Tensor known = known_scales(weight);
+  ProductTerms terms{.a = dy.values, .inverse_a = dy.inverse, .b = {}, .inverse_b = {}};
+  if (known.defined()) {
+    terms.b = transposed_weight(weight);
+    terms.inverse_b = rows ? at::ones({weight.size(1)}, known.options()) : known;
+  } else {
+    const Quantized right = rows ? by_rows(weight.t(), false) : quantize(Role::weight, weight, false, true);
+    terms.b = rows ? right.values : right.transposed;
+    terms.inverse_b = right.inverse;
+  }
+  return multiplied(terms, plain_dy.scalar_type());
 }
 
 Tensor Fp8Product::weight_gradient(const Quantized& dy, const Tensor& plain_dy, const Quantized& kept, const Tensor& rows,

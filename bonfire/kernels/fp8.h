@@ -2,14 +2,16 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 
 #include <ATen/core/Tensor.h>
 
 #include "bonfire/base/api.h"
 #include "bonfire/kernels/product.h"
+#include "bonfire/kernels/scaled_weight.h"
 
-// Products of numbers with eight bits. What is multiplied is first scaled so that it fills their range: inputs and weights as
-// e4m3 (4 bits of exponent), gradients as e5m2 (5 bits). Sums are made in fp32, results have the type of what came in.
+// Products of numbers with eight bits. What is multiplied is first scaled so that it fills their range: inputs and weights
+// as e4m3 (4 bits of exponent), gradients as e5m2 (5 bits). Sums are made in fp32, results have the type of what came in.
 namespace bonfire {
 
 enum class Fp8Scaling {
@@ -33,7 +35,15 @@ struct Quantized {
   at::Tensor inverse;     // fp32: one element, or one for each row
 };
 
-// The products of one layer, and what it remembers of the magnitudes of its input, weight and gradient.
+// Where the magnitudes are found that a tensor is scaled by before it is made, and where its own goes: see fp8_quantize.
+struct KnownScale {
+  at::Tensor history;
+  std::int64_t position = 0;
+  at::Tensor later{};
+};
+
+// The products of one layer, and what it remembers of the magnitudes of its input, weight and gradient. A weight in two
+// bytes is rounded in every call; one that is in eight bits already is read as it is.
 class BONFIRE_API Fp8Product {
  public:
   explicit Fp8Product(const Fp8Recipe& recipe) : recipe_(recipe) {}
@@ -41,17 +51,31 @@ class BONFIRE_API Fp8Product {
   // Whether cuBLASLt takes such shapes: every dimension is a multiple of 16.
   static bool suits(const at::Tensor& rows, const at::Tensor& weight);
 
+  // Where the scales of a weight in eight bits are found; null: it is in two bytes.
+  std::shared_ptr<WeightScales>& weight_scales() { return scales_; }
+  // The weight as a product without fp8 reads it: `weight` itself unless that is in eight bits.
+  at::Tensor plain(const at::Tensor& weight, at::ScalarType type) const;
+
   struct Forward {
     at::Tensor out;
     Quantized x;  // transposed, where `keep`: what backward needs of x
   };
   // x weight^T + addends for x [rows, in] and weight [out, in].
   Forward forward(const at::Tensor& x, const at::Tensor& weight, const Addends& addends, bool keep);
+  // The same of x in eight bits, as a result of this type.
+  at::Tensor forward(const Quantized& x, const at::Tensor& weight, const Addends& addends, at::ScalarType type);
+
+  // Whether the scale of the next input, or gradient, is known before it is made: whoever makes it can round it at once, and
+  // then asks for the scale instead of handing the tensor in.
+  bool knows_input() const { return knows(input); }
+  bool knows_gradient() const { return knows(gradient_of_output); }
+  KnownScale next_input() { return next(input); }
+  KnownScale next_gradient() { return next(gradient_of_output); }
 
   // A gradient, once for the products it takes part in.
   Quantized gradient(const at::Tensor& dy);
-  // dy weight.
-  at::Tensor input_gradient(const Quantized& dy, const at::Tensor& weight);
+  // dy weight, in the type of dy.
+  at::Tensor input_gradient(const Quantized& dy, const at::Tensor& plain_dy, const at::Tensor& weight);
   // dy^T x into the sink, or as a new tensor, as weight_gradient does it. `x` is what forward kept, or else `rows` is
   // scaled now.
   at::Tensor weight_gradient(const Quantized& dy, const at::Tensor& plain_dy, const Quantized& x, const at::Tensor& rows,
@@ -66,9 +90,16 @@ class BONFIRE_API Fp8Product {
   void set_later(const at::Tensor& later) { later_ = later; }
 
  private:
+  bool knows(Role role) const {
+    return recipe_.scaling == Fp8Scaling::delayed && recipe_.scales == Fp8Scales::tensor && calls_[role] > 0;
+  }
+  KnownScale next(Role role);
   Quantized quantize(Role role, const at::Tensor& x, bool values, bool transposed);
+  // Of a weight in eight bits; undefined: of one in two bytes.
+  at::Tensor known_scales(const at::Tensor& weight) const;
 
   Fp8Recipe recipe_;
+  std::shared_ptr<WeightScales> scales_;
   std::array<at::Tensor, roles> history_;  // largest magnitudes of the last calls
   Calls calls_{};
   at::Tensor later_{};

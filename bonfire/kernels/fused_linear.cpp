@@ -1,10 +1,15 @@
 #include "bonfire/kernels/fused_linear.h"
 
+#include <limits>
+#include <utility>
+
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/full.h>
 
 #include "bonfire/base/error.h"
-#include "bonfire/kernels/backward_node.h"
 #include "bonfire/kernels/fp8.h"
+#include "bonfire/kernels/known_sums.h"
+#include "bonfire/kernels/quantized_activation.h"
 
 namespace bonfire {
 namespace {
@@ -51,24 +56,29 @@ struct How {
   bool keep = false;
 };
 Made make_product(const Tensor& x, const Tensor& weight, const Addends& addends, const How& how) {
-  if (!how.fp8 || !Fp8Product::suits(x, weight)) return {.out = product(x, weight.t(), addends), .kept = {}};
+  if (!how.fp8 || !Fp8Product::suits(x, weight)) {
+    const Tensor plain = how.fp8 ? how.fp8->plain(weight, x.scalar_type()) : weight;
+    return {.out = product(x, plain.t(), addends), .kept = {}};
+  }
   const auto forward = how.fp8->forward(x, weight, addends, how.keep);
   return {.out = forward.out, .kept = forward.x, .in_fp8 = true};
 }
 
-struct FusedNode : BackwardNode {
+struct FusedNode : ProductNode {
   std::shared_ptr<GradientSink> weight_sink, bias_sink;
-  std::shared_ptr<KnownSums> known;
-  std::shared_ptr<Fp8Product> fp8;
+  std::shared_ptr<KnownSums> wanted;  // of the gradient that it makes
+  std::shared_ptr<Fp8Product> fp8, reader;  // null: of products without fp8; of weights that are not in eight bits
   at::ScalarType bias_type = at::kFloat;
   bool with_bias = false;
 
   void take(const LinearOptions& options, bool in_fp8) {
     if (in_fp8) fp8 = options.fp8;
+    reader = options.fp8;
     weight_sink = options.weight_sink;
     bias_sink = options.bias_sink;
     with_bias = options.bias.defined();
     if (with_bias) bias_type = options.bias.scalar_type();
+    expect_sums(options.bias);
   }
 
   // The gradient of the product's result, as it is and, in fp8, as it is multiplied.
@@ -78,11 +88,12 @@ struct FusedNode : BackwardNode {
   };
   Gradient gradient_of(const Tensor& dy) { return {dy, fp8 ? fp8->gradient(dy) : Quantized()}; }
   Tensor through(const Gradient& dy, const Tensor& weight) {
-    return fp8 ? fp8->input_gradient(dy.eight, weight) : product(dy.plain, weight);
+    if (fp8) return fp8->input_gradient(dy.eight, dy.plain, weight);
+    return product(dy.plain, reader ? reader->plain(weight, dy.plain.scalar_type()) : weight);
   }
   // What makes the gradient of the product's weight, and that of its bias, whose sums may be known.
   auto to_weight(const Gradient& dy, const Quantized& kept, const Tensor& x, const Tensor& weight) const {
-    return [fp8 = fp8, sink = weight_sink, dy, kept, x = for_later(x), type = weight.scalar_type()] {
+    return [fp8 = fp8, sink = weight_sink, dy, kept, x = x.defined() ? for_later(x) : x, type = weight.scalar_type()] {
       const WeightGradientOptions options{.sink = sink.get(), .type = type};
       return fp8 ? fp8->weight_gradient(dy.eight, dy.plain, kept, x, options) : weight_gradient(dy.plain, x, options);
     };
@@ -119,14 +130,24 @@ struct NormedLinearNode : FusedNode {
     const bool trains_weight = wants(weight_at);
     const bool needs_norm = task_should_compute_output(0) || wants(1) || (centered && wants(2));
     const bool again = trains_weight && !kept_eight && !kept;
-    const Gradient dy = gradient_of(gradients[0].reshape({-1, weight.size(0)}));
+    const bool rounded = known && known->eight.values.defined();
+    require(!rounded || known->gradient.is_same(gradients[0]),
+            "normed_linear: its result has another reader than the activation that was told its scale");
+    const Tensor given = gradients[0].reshape({-1, weight.size(0)});
+    const Gradient dy = rounded ? Gradient{given, std::exchange(known->eight, {})} : gradient_of(given);
     Tensor normed;
     if (needs_norm) {
-      const auto d =
-          norm_backward(through(dy, weight).view(x.sizes()), gradients[1],
-                        {.x = x, .weight = norm_weight, .bias = norm_bias, .mean = mean, .rstd = rstd, .again = again});
+      const auto d = norm_backward(through(dy, weight).view(x.sizes()), gradients[1],
+                                   {.x = x,
+                                    .weight = norm_weight,
+                                    .bias = norm_bias,
+                                    .mean = mean,
+                                    .rstd = rstd,
+                                    .again = again,
+                                    .sums = wanted && centered});
       normed = d.normed;
       out[0] = d.x;
+      if (d.sums.defined()) *wanted = {.gradient = d.x, .sums = d.sums};
       const auto to_norm = [](const std::shared_ptr<GradientSink>& sink, const Tensor& gradient, const Tensor& parameter) {
         return [sink, gradient, type = parameter.scalar_type()] { return parameter_gradient(sink, gradient, type); };
       };
@@ -142,11 +163,7 @@ struct NormedLinearNode : FusedNode {
            kept_eight ? to_weight(dy, {.values = {}, .transposed = saved(at), .inverse = saved(at + 1)}, {}, weight)
                       : to_weight(dy, {}, as_rows(normed), weight));
     }
-    if (with_bias && wants(weight_at + 1)) {
-      const bool is_known = known && known->gradient.defined() && known->gradient.is_same(gradients[0]);
-      give(out, weight_at + 1, to_bias(dy.plain, is_known ? known->sums : Tensor()));
-    }
-    if (known) *known = {};
+    if (with_bias && wants(weight_at + 1)) give(out, weight_at + 1, to_bias(dy.plain, handed_over(gradients[0])));
     return out;
   }
 };
@@ -161,28 +178,44 @@ struct ActivatedLinearNode : FusedNode {
     return with_bias ? std::vector<std::size_t>{1, 2} : std::vector<std::size_t>{1};
   }
 
+  // Whether what backward makes, and the activation if that is made again, can be rounded where it is made.
+  bool rounds_at_once(bool again) const {
+    return fp8 && activation == Activation::swiglu && wanted && wanted->fp8 && wanted->fp8->knows_gradient() &&
+           (!again || fp8->knows_input());
+  }
+
   variable_list backward(const variable_list& gradients) override {
     const Tensor wide = saved(0), weight = saved(1);
     const Gradient dy = gradient_of(gradients[0].reshape({-1, weight.size(0)}));
     variable_list out(num_outputs());
     const bool trains_weight = wants(1), again = trains_weight && !kept_eight && !kept;
     Tensor activated;
-    if (task_should_compute_output(0)) {
+    Quantized activated_eight;
+    if (task_should_compute_output(0) && rounds_at_once(again)) {
+      const auto d = quantized_swiglu_backward(
+          through(dy, weight), as_rows(wide),
+          {.activated = again ? fp8->next_input() : KnownScale(), .gradient = wanted->fp8->next_gradient()});
+      activated_eight = d.activated;
+      // Nobody but the product reads it; who does all the same shall see that it is nothing.
+      out[0] = at::full({1}, std::numeric_limits<double>::quiet_NaN(), wide.options()).expand(wide.sizes());
+      wanted->gradient = out[0];
+      wanted->eight = d.d_wide;
+    } else if (task_should_compute_output(0)) {
       const Tensor d_activated = through(dy, weight).view(with_last(wide, weight.size(1)));
       const auto d = (again ? activate_exchange : activate_backward)(activation, d_activated, wide);
       if (again) activated = d_activated;
       out[0] = d.wide;
-      if (known && d.column_sums.defined()) *known = {.gradient = d.wide, .sums = d.column_sums};
+      if (wanted && d.column_sums.defined()) *wanted = {.gradient = d.wide, .sums = d.column_sums};
     } else if (again) {
       activated = activate(activation, wide);
     }
     if (trains_weight) {
       if (kept) activated = saved(2);
-      give(out, 1,
-           kept_eight ? to_weight(dy, {.values = {}, .transposed = saved(2), .inverse = saved(3)}, {}, weight)
-                      : to_weight(dy, {}, as_rows(activated), weight));
+      if (kept_eight) activated_eight = {.values = {}, .transposed = saved(2), .inverse = saved(3)};
+      const bool in_eight = activated_eight.transposed.defined();
+      give(out, 1, to_weight(dy, activated_eight, in_eight ? Tensor() : as_rows(activated), weight));
     }
-    if (with_bias && wants(2)) give(out, 2, to_bias(dy.plain, {}));
+    if (with_bias && wants(2)) give(out, 2, to_bias(dy.plain, handed_over(gradients[0])));
     if (with_residual) out.back() = gradients[0];
     return out;
   }
@@ -190,8 +223,8 @@ struct ActivatedLinearNode : FusedNode {
 
 }  // namespace
 
-NormedLinear normed_linear(const Tensor& given, const NormWeights& norm, const Tensor& weight, const LinearOptions& options,
-                           const std::shared_ptr<KnownSums>& known) {
+NormedLinear normed_linear(const Tensor& given, const NormWeights& norm, const Tensor& weight,
+                           const LinearOptions& options) {
   require_fits("normed_linear", given.size(-1), weight);
   require(!options.residual.defined(), "normed_linear: a residual is given; it has none");
   const Tensor x = given.contiguous();
@@ -226,14 +259,17 @@ NormedLinear normed_linear(const Tensor& given, const NormWeights& norm, const T
   node->norm_weight_sink = norm.options.weight_sink;
   node->norm_bias_sink = norm.options.bias_sink;
   node->eps = norm.options.eps;
-  node->known = known;
+  node->wanted = sums_wanted(x);
+  if (made.in_fp8 && !options.bias.defined() && options.one_reader) {
+    node->known = std::make_shared<KnownSums>();
+    node->known->fp8 = options.fp8;
+  }
   torch::autograd::set_history(out.out, node);
   torch::autograd::set_history(out.stream, node);
   return out;
 }
 
-Tensor activated_linear(const Tensor& given, Activation activation, const Tensor& weight, const LinearOptions& options,
-                        const std::shared_ptr<KnownSums>& known) {
+Tensor activated_linear(const Tensor& given, Activation activation, const Tensor& weight, const LinearOptions& options) {
   require_fits("activated_linear", given.size(-1) / (activation == Activation::swiglu ? 2 : 1), weight);
   const Tensor wide = given.contiguous();
   auto node = node_behind<ActivatedLinearNode>({wide, weight, options.bias, options.residual});
@@ -242,9 +278,16 @@ Tensor activated_linear(const Tensor& given, Activation activation, const Tensor
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     const Tensor residual = options.residual.defined() ? as_rows(options.residual) : Tensor();
-    active = activate(activation, wide);
-    made = make_product(as_rows(active), weight, {.bias = options.bias, .residual = residual},
-                        {.fp8 = options.fp8.get(), .keep = node && options.keep && weight.requires_grad()});
+    const Addends addends{.bias = options.bias, .residual = residual};
+    const How how{.fp8 = options.fp8.get(), .keep = node && options.keep && weight.requires_grad()};
+    if (activation == Activation::swiglu && how.fp8 && how.fp8->knows_input() && Fp8Product::suits(as_rows(wide), weight)) {
+      made.kept = quantized_swiglu(as_rows(wide), how.fp8->next_input(), how.keep);
+      made.out = how.fp8->forward(made.kept, weight, addends, wide.scalar_type());
+      made.in_fp8 = true;
+    } else {
+      active = activate(activation, wide);
+      made = make_product(as_rows(active), weight, addends, how);
+    }
     out = made.out.view(with_last(wide, weight.size(0)));
   }
   if (!node) return out;
@@ -261,7 +304,7 @@ Tensor activated_linear(const Tensor& given, Activation activation, const Tensor
   node->take(options, made.in_fp8);
   node->activation = activation;
   node->with_residual = options.residual.defined();
-  node->known = known;
+  node->wanted = sums_wanted(wide);
   torch::autograd::set_history(out, node);
   return out;
 }

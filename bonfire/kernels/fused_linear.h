@@ -6,19 +6,13 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/kernels/activation.h"
+#include "bonfire/kernels/fp8.h"
 #include "bonfire/kernels/norm.h"
 #include "bonfire/kernels/product.h"
 
 // Products with what comes before them, as one node of autograd's graph each. What the product reads is not kept for
 // backward, unless asked for: it is made again there, in a pass that reads its input anyway.
 namespace bonfire {
-
-// What the reader of a product's result learns about its gradient on the way: its sums over rows, which are the gradient of
-// the product's bias. One object for one forward.
-struct KnownSums {
-  at::Tensor gradient;
-  at::Tensor sums;
-};
 
 struct NormWeights {
   at::Tensor weight;
@@ -32,11 +26,10 @@ struct NormedLinear {
 };
 // `options` has no residual.
 BONFIRE_API NormedLinear normed_linear(const at::Tensor& x, const NormWeights& norm, const at::Tensor& weight,
-                                       const LinearOptions& options, const std::shared_ptr<KnownSums>& known = {});
+                                       const LinearOptions& options);
 
-// activation(wide) weight^T + bias + residual, where `wide` comes out of normed_linear or any other function. Where `known`
-// is given it is filled in backward.
+// activation(wide) weight^T + bias + residual, where `wide` comes out of normed_linear or any other function.
 BONFIRE_API at::Tensor activated_linear(const at::Tensor& wide, Activation activation, const at::Tensor& weight,
-                                        const LinearOptions& options, const std::shared_ptr<KnownSums>& known = {});
+                                        const LinearOptions& options);
 
 }  // namespace bonfire

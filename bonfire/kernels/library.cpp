@@ -5,7 +5,7 @@
 // names. None of them records autograd's graph: the functions in the headers do.
 TORCH_LIBRARY(bonfire, m) {
   // Norms. Without a residual `sum` comes back empty and the norm is of x. Where backward is asked for the norm again (layer
-  // norm: given the bias), `normed` comes back, otherwise it is empty.
+  // norm: given the bias), `normed` comes back, otherwise it is empty; likewise `sums`, of dx over its rows.
   m.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor normed, Tensor sum, Tensor rstd)");
   m.def(
       "rms_norm_backward(Tensor d_normed, Tensor? d_sum, Tensor x, Tensor weight, Tensor rstd, bool again) -> (Tensor dx, "
@@ -14,7 +14,7 @@ TORCH_LIBRARY(bonfire, m) {
   m.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor normed, Tensor mean, Tensor rstd)");
   m.def(
       "layer_norm_backward(Tensor d_normed, Tensor? d_stream, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor? "
-      "bias) -> (Tensor dx, Tensor d_weight, Tensor d_bias, Tensor normed)");
+      "bias, bool sums) -> (Tensor dx, Tensor d_weight, Tensor d_bias, Tensor normed, Tensor sums)");
 
   // a b + bias + residual; and `out` = a b, plus what `out` holds where `accumulate`. `out` may be fp32 for narrower inputs.
   m.def("product(Tensor a, Tensor b, Tensor? bias, Tensor? residual) -> Tensor");
@@ -29,6 +29,20 @@ TORCH_LIBRARY(bonfire, m) {
       "transposed) "
       "-> (Tensor values, Tensor transposed, Tensor inverse)");
   m.def("fp8_quantize_rows(Tensor x, bool wide_range) -> (Tensor values, Tensor inverse)");
+  // What the activation, and its gradient both ways, would be rounded to by fp8_quantize without measuring. Without a
+  // history for it the activation does not come again.
+  m.def(
+      "fp8_swiglu(Tensor gate_up, Tensor(a!) history, Tensor? later, int position, bool transposed) -> (Tensor, Tensor, "
+      "Tensor)");
+  m.def(
+      "fp8_swiglu_backward(Tensor d_out, Tensor gate_up, Tensor(a!)? history, Tensor? later, int position, Tensor(b!) "
+      "gradient_history, Tensor? gradient_later, int gradient_position) -> (Tensor activated, Tensor activated_inverse, "
+      "Tensor values, Tensor transposed, Tensor inverse)");
+  // Parts of weights with scales: x has elements [first, first + length) of a weight each `each` of which share a scale. Its
+  // magnitudes are noted where they are larger; and it is rounded to eight bits, scaled by the largest magnitudes.
+  m.def("fp8_note_magnitudes_(Tensor(a!) magnitudes, Tensor x, int first, int each) -> ()");
+  m.def("fp8_round_(Tensor(a!) out, Tensor x, Tensor magnitudes, int first, int each) -> ()");
+  m.def("fp8_transposed(Tensor x) -> Tensor");
   // `out` = a b + bias + addend, which may be `out`. The inverses: one element, or one for each row of a and column of b.
   m.def(
       "fp8_product_(Tensor(a!) out, Tensor a, Tensor b, Tensor inverse_a, Tensor inverse_b, Tensor? bias, Tensor? addend, "
@@ -40,6 +54,8 @@ TORCH_LIBRARY(bonfire, m) {
   // May turn them where they are: then the three are views of qkv.
   m.def("split_qkv_(Tensor(a!) qkv, Tensor? cosine, Tensor? sine, int heads, int kv_heads) -> (Tensor, Tensor, Tensor)");
   m.def("merge_qkv(Tensor q, Tensor k, Tensor v, Tensor? cosine, Tensor? sine) -> Tensor");
+  // Where nothing turns, and with the column sums of what comes back.
+  m.def("merge_qkv_sums(Tensor q, Tensor k, Tensor v) -> (Tensor qkv, Tensor sums)");
 
   m.def("swiglu(Tensor gate_up) -> Tensor");
   m.def("swiglu_backward(Tensor d_out, Tensor gate_up) -> Tensor");
@@ -53,6 +69,9 @@ TORCH_LIBRARY(bonfire, m) {
 
   // [rows, columns] to [columns], in fp32 at least and in a fixed order.
   m.def("column_sums(Tensor x) -> Tensor");
+
+  // `out` = x times the one element of `factor`, rounded once; `out` may be x.
+  m.def("scaled_into_(Tensor(a!) out, Tensor x, Tensor factor) -> ()");
 
   // Losses of each row; cross_entropy_ leaves their gradients in place of the logits.
   m.def("cross_entropy(Tensor logits, Tensor target, int ignore_index) -> Tensor");

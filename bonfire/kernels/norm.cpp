@@ -12,8 +12,9 @@
 #include <torch/library.h>
 
 #include "bonfire/base/error.h"
-#include "bonfire/kernels/backward_node.h"
+#include "bonfire/kernels/known_sums.h"
 #include "bonfire/kernels/operator.h"
+#include "bonfire/kernels/product.h"
 #include "bonfire/kernels/vectorize.h"
 
 namespace bonfire {
@@ -25,7 +26,7 @@ using cpu::load;
 using cpu::store;
 using OptionalTensor = std::optional<Tensor>;
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
-using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 template <class T>
 BONFIRE_INLINE void forward_row(const T* __restrict x, const T* __restrict residual, const compute_t<T>* __restrict weight,
@@ -210,9 +211,9 @@ ThreeTensors layer_norm_composite(const Tensor& x, const Tensor& weight, const T
   return {normed.to(x.scalar_type()), mean, rstd};
 }
 
-FourTensors layer_norm_backward_composite(const Tensor& d_normed, const OptionalTensor& d_stream, const Tensor& x,
+FiveTensors layer_norm_backward_composite(const Tensor& d_normed, const OptionalTensor& d_stream, const Tensor& x,
                                           const Tensor& given_weight, const Tensor& mean, const Tensor& rstd,
-                                          const OptionalTensor& bias) {
+                                          const OptionalTensor& bias, bool sums) {
   const auto type = c10::promoteTypes(x.scalar_type(), given_weight.scalar_type());
   const Tensor weight = given_weight.to(type);
   // Of the bias only whether there is one matters.
@@ -226,7 +227,8 @@ FourTensors layer_norm_backward_composite(const Tensor& d_normed, const Optional
     normed = x.to(mean.scalar_type()).sub(mean.view(sizes)).mul_(rstd.view(sizes)).mul_(weight).add_(*bias);
     normed = normed.to(x.scalar_type());
   }
-  return {dx.to(x.scalar_type()), dw, db, normed};
+  dx = dx.to(x.scalar_type());
+  return {dx, dw, db, normed, sums ? column_sums(dx.reshape({-1, dx.size(-1)})) : at::empty({0}, mean.options())};
 }
 
 // A gradient that is made beside that of the input; only its way to the parameter can be put off.
@@ -283,6 +285,7 @@ NormedStream rms_norm_node(const Tensor& x, const Tensor& residual, const Tensor
 
 struct LayerNormNode : BackwardNode {
   std::shared_ptr<GradientSink> weight_sink, bias_sink;
+  std::shared_ptr<KnownSums> wanted;
 
   std::vector<std::size_t> parameters() const override { return {1, 2}; }
 
@@ -290,7 +293,8 @@ struct LayerNormNode : BackwardNode {
     const Tensor x = saved(0), weight = saved(1);
     const Tensor dy = gradients[0].defined() ? gradients[0] : at::zeros(x.sizes(), x.options());
     const auto d = norm_backward(dy, gradients.size() > 1 ? gradients[1] : Tensor(),
-                                 {.x = x, .weight = weight, .mean = saved(2), .rstd = saved(3)});
+                                 {.x = x, .weight = weight, .mean = saved(2), .rstd = saved(3), .sums = wanted != nullptr});
+    if (wanted) *wanted = {.gradient = d.x, .sums = d.sums};
     torch::autograd::variable_list out(num_outputs());
     out[0] = d.x;
     if (wants(1)) give(out, 1, later(weight_sink, d.weight, weight.scalar_type()));
@@ -314,6 +318,7 @@ NormedStream layer_norm_node(const Tensor& x, const Tensor& weight, const Tensor
   for (const Tensor& tensor : {x, weight, mean, rstd}) node->save(tensor);
   node->weight_sink = options.weight_sink;
   node->bias_sink = options.bias_sink;
+  node->wanted = sums_wanted(x);
   torch::autograd::set_history(out.normed, node);
   if (keep_stream) torch::autograd::set_history(out.stream, node);
   return out;
@@ -339,17 +344,18 @@ NormGradients norm_backward(const Tensor& d_normed, const Tensor& d_stream, cons
   const auto optional = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
   NormGradients d;
   if (saved.mean.defined())
-    std::tie(d.x, d.weight, d.bias, d.normed) =
+    std::tie(d.x, d.weight, d.bias, d.normed, d.sums) =
         BONFIRE_OPERATOR("bonfire::layer_norm_backward",
-                         FourTensors(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
-                                     const Tensor&, const OptionalTensor&))
+                         FiveTensors(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
+                                     const Tensor&, const OptionalTensor&, bool))
             .call(d_normed, optional(d_stream), saved.x, saved.weight, saved.mean, saved.rstd,
-                  saved.again ? optional(saved.bias) : std::nullopt);
+                  saved.again ? optional(saved.bias) : std::nullopt, saved.sums);
   else
     std::tie(d.x, d.weight, d.normed) =
         BONFIRE_OPERATOR("bonfire::rms_norm_backward", ThreeTensors(const Tensor&, const OptionalTensor&, const Tensor&,
                                                                     const Tensor&, const Tensor&, bool))
             .call(d_normed, optional(d_stream), saved.x, saved.weight, saved.rstd, saved.again);
+  if (!saved.sums) d.sums = Tensor();
   return d;
 }
 

@@ -50,9 +50,10 @@ struct NormSaved {
   at::Tensor mean{};
   at::Tensor rstd;
   bool again = false;  // whether to make the norm again, in the pass that reads x anyway
+  bool sums = false;   // of a layer norm: whether to sum the gradient of x over rows
 };
 struct NormGradients {
-  at::Tensor x, weight, bias, normed;
+  at::Tensor x, weight, bias, normed, sums;
 };
 // `d_stream`, where defined, is added to the gradient of x.
 NormGradients norm_backward(const at::Tensor& d_normed, const at::Tensor& d_stream, const NormSaved& saved);

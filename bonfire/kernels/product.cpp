@@ -7,9 +7,9 @@
 #include <torch/library.h>
 
 #include "bonfire/base/error.h"
-#include "bonfire/kernels/backward_node.h"
 #include "bonfire/kernels/fp8.h"
 #include "bonfire/kernels/gemm.h"
+#include "bonfire/kernels/known_sums.h"
 #include "bonfire/kernels/operator.h"
 
 namespace bonfire {
@@ -73,10 +73,14 @@ void product_into_cpu(Tensor out, const Tensor& a, const Tensor& b, bool accumul
     product_into_composite(out, a, b, accumulate);
 }
 
-struct LinearNode : BackwardNode {
+Tensor plain_weight(const Fp8Product* fp8, const Tensor& weight, const Tensor& beside) {
+  return fp8 ? fp8->plain(weight, beside.scalar_type()) : weight;
+}
+
+struct LinearNode : ProductNode {
   std::vector<std::int64_t> sizes;  // of x
   std::shared_ptr<GradientSink> weight_sink, bias_sink;
-  std::shared_ptr<Fp8Product> fp8;
+  std::shared_ptr<Fp8Product> fp8, reader;  // null: of products without fp8; of weights that are not in eight bits
   at::ScalarType bias_type = at::kFloat;
   bool with_bias = false, with_residual = false;
 
@@ -91,14 +95,18 @@ struct LinearNode : BackwardNode {
     const bool wanted = task_should_compute_output(0) || wants(1);
     const Quantized eight = fp8 && wanted ? fp8->gradient(dy) : Quantized();
     // The input's gradient first: what waits for it can be further away than what waits for the weight's.
-    if (task_should_compute_output(0)) out[0] = (fp8 ? fp8->input_gradient(eight, weight) : product(dy, weight)).view(sizes);
+    if (task_should_compute_output(0))
+      out[0] =
+          (fp8 ? fp8->input_gradient(eight, dy, weight) : product(dy, plain_weight(reader.get(), weight, dy))).view(sizes);
     if (wants(1))
       give(out, 1, [fp8 = fp8, sink = weight_sink, eight, dy, x = for_later(x), type = weight.scalar_type()] {
         const WeightGradientOptions options{.sink = sink.get(), .type = type};
         return fp8 ? fp8->weight_gradient(eight, dy, {}, x, options) : weight_gradient(dy, x, options);
       });
     if (with_bias && wants(2))
-      give(out, 2, [sink = bias_sink, dy, type = bias_type] { return parameter_gradient(sink, column_sums(dy), type); });
+      give(out, 2, [sink = bias_sink, dy, sums = handed_over(gradients[0]), type = bias_type] {
+        return parameter_gradient(sink, sums.defined() ? sums : column_sums(dy), type);
+      });
     if (with_residual) out.back() = gradients[0];
     return out;
   }
@@ -154,17 +162,20 @@ Tensor linear(const Tensor& x, const Tensor& weight, const LinearOptions& option
     const Addends addends{.bias = options.bias,
                           .residual = with_residual ? options.residual.reshape({-1, weight.size(0)}) : Tensor()};
     in_fp8 = options.fp8 && Fp8Product::suits(rows, weight);
-    out = in_fp8 ? options.fp8->forward(rows, weight, addends, false).out : product(rows, weight.t(), addends);
+    out = in_fp8 ? options.fp8->forward(rows, weight, addends, false).out
+                 : product(rows, plain_weight(options.fp8.get(), weight, rows).t(), addends);
     out = out.view(sizes);
   }
   if (!node) return out;
   if (in_fp8) node->fp8 = options.fp8;
+  node->reader = options.fp8;
   node->save(rows.is_same(x) ? x : rows.tensor_data());
   node->save(weight);
   node->sizes = x.sizes().vec();
   node->weight_sink = options.weight_sink;
   node->bias_sink = options.bias_sink;
   node->with_bias = with_bias;
+  node->expect_sums(options.bias);
   node->with_residual = with_residual;
   if (with_bias) node->bias_type = options.bias.scalar_type();
   torch::autograd::set_history(out, node);

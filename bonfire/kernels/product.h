@@ -44,6 +44,9 @@ struct LinearOptions {
   std::shared_ptr<GradientSink> bias_sink{};
   std::shared_ptr<Fp8Product> fp8{};  // where given, products are made in fp8 if their shapes allow it
   bool keep = false;                  // of fused products: what the product reads is kept for backward instead of made again
+  // Of normed_linear: whoever reads its result is the only one that does, and may hand over the result's gradient in eight
+  // bits.
+  bool one_reader = false;
 };
 
 // x weight^T + bias + residual for weight [out, in].

@@ -9,8 +9,9 @@
 #include <torch/library.h>
 
 #include "bonfire/base/error.h"
-#include "bonfire/kernels/backward_node.h"
+#include "bonfire/kernels/known_sums.h"
 #include "bonfire/kernels/operator.h"
+#include "bonfire/kernels/product.h"
 #include "bonfire/kernels/vectorize.h"
 
 namespace bonfire {
@@ -140,6 +141,13 @@ Tensor merge_composite(const Tensor& q, const Tensor& k, const Tensor& v, const 
   return all.transpose(1, 2).reshape({q.size(0), q.size(2), -1});
 }
 
+std::tuple<Tensor, Tensor> merge_sums_composite(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const Tensor qkv = BONFIRE_OPERATOR("bonfire::merge_qkv", Tensor(const Tensor&, const Tensor&, const Tensor&,
+                                                                   const OptionalTensor&, const OptionalTensor&))
+                         .call(q, k, v, std::nullopt, std::nullopt);
+  return {qkv, column_sums(qkv.view({-1, qkv.size(-1)}))};
+}
+
 using Split = ThreeTensors(const Tensor&, const OptionalTensor&, const OptionalTensor&, std::int64_t, std::int64_t);
 using SplitInPlace = ThreeTensors(Tensor, const OptionalTensor&, const OptionalTensor&, std::int64_t, std::int64_t);
 using Merge = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&);
@@ -158,11 +166,18 @@ OptionalTensor optional(const Tensor& tensor) { return tensor.defined() ? Option
 
 struct SplitNode : BackwardNode {
   RotaryTable rotary;
+  std::shared_ptr<KnownSums> wanted;
   std::array<std::vector<std::int64_t>, 3> sizes;
   at::TensorOptions options;
 
   torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
     const auto filled = [&](std::size_t i) { return gradients[i].defined() ? gradients[i] : at::zeros(sizes[i], options); };
+    if (wanted && !rotary.cosine.defined()) {
+      using MergeSums = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&);
+      std::tie(wanted->gradient, wanted->sums) =
+          BONFIRE_OPERATOR("bonfire::merge_qkv_sums", MergeSums).call(filled(0), filled(1), filled(2));
+      return {wanted->gradient};
+    }
     return {BONFIRE_OPERATOR("bonfire::merge_qkv", Merge)
                 .call(filled(0), filled(1), filled(2), optional(rotary.cosine), optional(rotary.sine))};
   }
@@ -199,14 +214,14 @@ ThreeTensors split_qkv(const Tensor& qkv, const QkvLayout& layout) {
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     const auto cosine = optional(layout.rotary.cosine), sine = optional(layout.rotary.sine);
-    out = layout.in_place ? BONFIRE_OPERATOR("bonfire::split_qkv_", SplitInPlace)
-                                .call(qkv, cosine, sine, layout.heads, layout.kv_heads)
-                          : BONFIRE_OPERATOR("bonfire::split_qkv", Split)
-                                .call(qkv, cosine, sine, layout.heads, layout.kv_heads);
+    out = layout.in_place
+              ? BONFIRE_OPERATOR("bonfire::split_qkv_", SplitInPlace).call(qkv, cosine, sine, layout.heads, layout.kv_heads)
+              : BONFIRE_OPERATOR("bonfire::split_qkv", Split).call(qkv, cosine, sine, layout.heads, layout.kv_heads);
   }
   if (!node) return out;
   auto& [q, k, v] = out;
   node->rotary = layout.rotary;
+  node->wanted = sums_wanted(qkv);
   node->sizes = {q.sizes().vec(), k.sizes().vec(), v.sizes().vec()};
   node->options = q.options();
   for (Tensor* tensor : {&q, &k, &v}) torch::autograd::set_history(*tensor, node);
@@ -223,6 +238,7 @@ TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
   m.impl("split_qkv", split_composite);
   m.impl("split_qkv_", split_in_place_composite);
   m.impl("merge_qkv", merge_composite);
+  m.impl("merge_qkv_sums", merge_sums_composite);
 }
 
 }  // namespace bonfire

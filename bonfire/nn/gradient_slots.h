@@ -7,6 +7,7 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/kernels/gradient_sink.h"
+#include "bonfire/kernels/scaled_weight.h"
 
 namespace torch::nn {
 class Module;
@@ -20,6 +21,8 @@ class BONFIRE_API GradientSlots {
   virtual ~GradientSlots() = default;
   // The place of the sink for this very tensor; nullptr where it is none of this layer's parameters.
   virtual std::shared_ptr<GradientSink>* slot(const at::Tensor& parameter) = 0;
+  // The same of a weight's scales, where the layer can read it in eight bits.
+  virtual std::shared_ptr<WeightScales>* scales(const at::Tensor&) { return nullptr; }
 };
 
 // Gives the parameter with this path inside `module` a sink (nullptr takes it off). From the next forward on its gradient
@@ -27,5 +30,9 @@ class BONFIRE_API GradientSlots {
 // backward that reaches them all: 2 for an embedding that is tied to the head. 0: its layer knows no sinks, nothing changed.
 BONFIRE_API int set_gradient_sink(torch::nn::Module& module, const std::string& parameter,
                                   const std::shared_ptr<GradientSink>& sink);
+// Tells the layers of a parameter that is to come in eight bits where its scales are. Returns how many there are; 0: its
+// layer cannot read it.
+BONFIRE_API int set_weight_scales(torch::nn::Module& module, const std::string& parameter,
+                                  const std::shared_ptr<WeightScales>& scales);
 
 }  // namespace bonfire

@@ -4,6 +4,7 @@
 #include "bonfire/kernels/attention.h"
 #include "bonfire/kernels/cross_entropy.h"
 #include "bonfire/kernels/embedding.h"
+#include "bonfire/kernels/fp8.h"
 #include "bonfire/kernels/norm.h"
 #include "bonfire/kernels/product.h"
 
@@ -22,23 +23,27 @@ std::shared_ptr<GradientSink>* WeightedImpl::slot(const Tensor& parameter) {
   return nullptr;
 }
 
+std::shared_ptr<WeightScales>* LinearImpl::scales(const Tensor& parameter) {
+  return fp8_ && parameter.is_same(weight) ? &fp8_->weight_scales() : nullptr;
+}
+
 LinearOptions LinearImpl::options(const Tensor& residual) const {
   return {.bias = bias, .residual = residual, .weight_sink = weight_sink_, .bias_sink = bias_sink_, .fp8 = fp8_};
 }
 
 Tensor LinearImpl::forward(const Tensor& x, const Tensor& residual) { return bonfire::linear(x, weight, options(residual)); }
 
-NormedLinear LinearImpl::after(const NormImpl& norm, const Tensor& x, const std::shared_ptr<KnownSums>& known) {
+NormedLinear LinearImpl::after(const NormImpl& norm, const Tensor& x) {
   auto how = options();
   how.keep = keep_norm_;
-  return bonfire::normed_linear(x, norm.weights(), weight, how, known);
+  how.one_reader = true;
+  return bonfire::normed_linear(x, norm.weights(), weight, how);
 }
 
-Tensor LinearImpl::after(Activation activation, const Tensor& wide, const Tensor& residual,
-                         const std::shared_ptr<KnownSums>& known) {
+Tensor LinearImpl::after(Activation activation, const Tensor& wide, const Tensor& residual) {
   auto how = options(residual);
   how.keep = keep_activation_;
-  return bonfire::activated_linear(wide, activation, weight, how, known);
+  return bonfire::activated_linear(wide, activation, weight, how);
 }
 
 Tensor LinearImpl::loss(const Tensor& x, const Tensor& target) {
@@ -79,10 +84,9 @@ FeedForwardImpl::FeedForwardImpl(Activation activation, Linear up, Linear down, 
 }
 
 Tensor FeedForwardImpl::forward(const Norm& norm, const Tensor& x) {
-  const auto known = std::make_shared<KnownSums>();
-  const auto [wide, stream] = norm ? up_->after(*norm, x, known) : NormedLinear{up_->forward(x), x};
-  if (dropout_.active()) return dropout_(down_->after(activation_, wide, {}, known)).add(stream);
-  return down_->after(activation_, wide, stream, known);
+  const auto [wide, stream] = norm ? up_->after(*norm, x) : NormedLinear{up_->forward(x), x};
+  if (dropout_.active()) return dropout_(down_->after(activation_, wide, {})).add(stream);
+  return down_->after(activation_, wide, stream);
 }
 
 }  // namespace bonfire::nn

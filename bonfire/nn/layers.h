@@ -38,14 +38,14 @@ class BONFIRE_API LinearImpl : public WeightedImpl {
   at::Tensor forward(const at::Tensor& x, const at::Tensor& residual = {});
   // The mean cross-entropy of the result against class numbers, without a second copy of the result.
   at::Tensor loss(const at::Tensor& x, const at::Tensor& target);
-  // forward(norm(x)), and x to go on with beside it; the norm is not kept for backward.
-  NormedLinear after(const NormImpl& norm, const at::Tensor& x, const std::shared_ptr<KnownSums>& known = {});
+  // forward(norm(x)), for one reader, and x to go on with beside it; the norm is not kept for backward.
+  NormedLinear after(const NormImpl& norm, const at::Tensor& x);
   // forward(activation(wide), residual); the activation is not kept for backward.
-  at::Tensor after(Activation activation, const at::Tensor& wide, const at::Tensor& residual,
-                   const std::shared_ptr<KnownSums>& known = {});
+  at::Tensor after(Activation activation, const at::Tensor& wide, const at::Tensor& residual);
   // From now on its products are made in fp8; null: no longer.
   void set_fp8(std::shared_ptr<Fp8Product> fp8) { fp8_ = std::move(fp8); }
   const std::shared_ptr<Fp8Product>& fp8() const { return fp8_; }
+  std::shared_ptr<WeightScales>* scales(const at::Tensor& parameter) override;
   // Whether `after` keeps the norm, or the activation, for backward all the same.
   void set_keep_norm(bool keep) { keep_norm_ = keep; }
   void set_keep_activation(bool keep) { keep_activation_ = keep; }

@@ -29,8 +29,7 @@ class List {
     add(CollectiveKind::broadcast, Axis::data, layout.buffer_bytes, layout.ranks());
     add(CollectiveKind::all_reduce, Axis::data, 8, layout.ranks());  // the loss
     if (layout.clip) add(CollectiveKind::all_reduce, Axis::shard, 8, factors_.optimizer);
-    if (factors_.optimizer > factors_.parameters)
-      for (const auto& flat : flats_) add(CollectiveKind::all_gather, Axis::shard, flat.trained_bytes(), layout.shard);
+    for (const auto& collective : collectives_of_update(flats_, layout)) list_.push_back({collective, layout.shard});
   }
 
   std::vector<Issued> issued() && { return std::move(list_); }
@@ -87,6 +86,24 @@ double moved(const Collective& collective, int ranks) {
 }
 
 }  // namespace
+
+std::vector<Collective> collectives_of_update(const std::vector<FlatLayout>& flats, const DataParallel& layout) {
+  const Factors factors = layout.factors();
+  std::vector<Collective> list;
+  if (factors.optimizer == 1) return list;
+  const auto send = [&](bool scaled) {
+    for (const auto& flat : flats)
+      if (factors.parameters == 1 && flat.any_trained() && (flat.scales() > 0) == scaled)
+        list.push_back({CollectiveKind::all_gather, Axis::shard, flat.trained_bytes()});
+  };
+  send(false);
+  std::int64_t scales = 0;
+  for (const auto& flat : flats) scales += flat.scales();
+  if (scales == 0) return list;
+  list.push_back({CollectiveKind::all_reduce, Axis::shard, scales * bytes_of(Dtype::fp32)});
+  send(true);
+  return list;
+}
 
 std::vector<Collective> collectives_of_step(const ModelDescription& model, const DataParallel& layout) {
   std::vector<Collective> list;

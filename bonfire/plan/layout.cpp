@@ -31,7 +31,7 @@ void place(FlatLayout& layout, const std::vector<ParameterGroup>& groups, int pa
         if (parameter.trained != trained) continue;
         const std::size_t region = region_of(parameter);
         auto& end = layout.regions[region].elements;
-        layout.segments.push_back({parameter.name, region, end, parameter.elements});
+        layout.segments.push_back({parameter.name, region, end, parameter.elements, parameter.scales});
         end = round_up(end + parameter.elements, segment_alignment);
       }
   }
@@ -53,6 +53,12 @@ std::int64_t FlatLayout::trained_elements() const {
 std::int64_t FlatLayout::trained_bytes() const {
   std::int64_t sum = 0;
   for (const auto& region : regions) sum += region.trained ? region.bytes() : 0;
+  return sum;
+}
+
+std::int64_t FlatLayout::scales() const {
+  std::int64_t sum = 0;
+  for (const auto& segment : segments) sum += round_up(segment.scales, scale_alignment);
   return sum;
 }
 
@@ -98,6 +104,8 @@ std::vector<FlatLayout> flats_of(std::vector<ParameterGroup> groups, const DataP
     for (auto& parameter : group.parameters) {
       parameter.master = layout.master;
       parameter.compute = layout.keep && layout.keep(parameter.name) ? layout.master : layout.compute;
+      parameter.scales = layout.scales && parameter.trained ? layout.scales(parameter.name, parameter.shape) : 0;
+      if (parameter.scales > 0) parameter.compute = Dtype::fp8;
     }
   BucketOptions options = layout.buckets;
   options.gradient = layout.gradient;

@@ -23,6 +23,7 @@ struct ParameterSize {
   bool trained = true;
   Dtype compute = Dtype::fp32;  // what forward reads
   Dtype master = Dtype::fp32;   // what the optimizer updates
+  std::int64_t scales = 0;      // that go with what forward reads: of eight bits alone, one for all of it or for each row
 };
 
 // Parameters that stay together: those of one Unit, or a single one of a module without Units.
@@ -51,6 +52,7 @@ struct Segment {
   std::size_t region = 0;
   std::int64_t offset = 0;
   std::int64_t elements = 0;
+  std::int64_t scales = 0;
   bool operator==(const Segment&) const = default;
 };
 
@@ -66,6 +68,7 @@ struct FlatLayout {
   BONFIRE_API std::int64_t trained_elements() const;  // with padding
   BONFIRE_API std::int64_t trained_bytes() const;     // of them, as forward reads them
   BONFIRE_API bool any_trained() const;
+  BONFIRE_API std::int64_t scales() const;            // of all segments, each with its own aligned
 };
 
 enum class Compression { none, bf16, fp16, powersgd };
@@ -85,6 +88,8 @@ struct BucketOptions {
 // Segments and parts of regions begin at multiples of this many elements, so that vector instructions and messages are
 // aligned in every dtype.
 inline constexpr std::int64_t segment_alignment = 64;
+// The same of the scales of a segment in eight bits, in fp32 numbers: products on a GPU read them from multiples of 16 bytes.
+inline constexpr std::int64_t scale_alignment = 4;
 
 // Puts groups, given in the order in which backward finishes them, into flat buffers: a buffer is closed when it has reached
 // its size, and a group is never split.
@@ -117,6 +122,8 @@ struct DataParallel {
   Dtype reduction = Dtype::fp32;  // in which whole gradients travel to the ranks that keep a share of them
   // Parameters that forward reads in their master's type all the same, by their full name: norms, embeddings.
   std::function<bool(const std::string& name)> keep{};
+  // How many scales go with a parameter that forward reads in eight bits while it is trained; 0: it is none of these.
+  std::function<std::int64_t(const std::string& name, const std::vector<std::int64_t>& shape)> scales{};
   BucketOptions buckets{};  // the sizes; the rest of it follows from the above
   Compression compression = Compression::none;
   int powersgd_rank = 4;
@@ -145,6 +152,10 @@ BONFIRE_API LowRank low_rank(const std::vector<std::int64_t>& shape, int rank);
 // and reductions of its microbatches, the module's buffers, the mean of the loss, the norm of the gradients, and what an
 // update sends to ranks that hold copies. Throws ConfigError where the layout cannot be.
 BONFIRE_API std::vector<Collective> collectives_of_step(const ModelDescription& model, const DataParallel& layout);
+
+// Those of an update alone: what ranks send that hold copies, after they have agreed on the largest magnitudes of what has
+// scales.
+BONFIRE_API std::vector<Collective> collectives_of_update(const std::vector<FlatLayout>& flats, const DataParallel& layout);
 
 // Bytes that cross each rank's link in a step, by the best algorithms for large messages.
 BONFIRE_API double bytes_moved(const ModelDescription& model, const DataParallel& layout);

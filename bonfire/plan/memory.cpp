@@ -210,7 +210,8 @@ ModelState model_state(const std::vector<FlatLayout>& flats, const DataParallel&
   const auto hold = [&](std::int64_t ModelState::*part, Offload from, std::int64_t bytes) {
     state.*(layout.offload >= from ? &ModelState::host : part) += bytes;
   };
-  for (const auto& flat : flats)
+  for (const auto& flat : flats) {
+    state.parameters += flat.scales() * bytes_of(Dtype::fp32);
     for (const auto& region : flat.regions) {
       hold(&ModelState::parameters, Offload::parameters, region.bytes() / factors.parameters);
       if (!region.trained) continue;
@@ -221,6 +222,7 @@ ModelState model_state(const std::vector<FlatLayout>& flats, const DataParallel&
       state.gradients += region.elements / factors.gradients * bytes_of(layout.gradient);
       hold(&ModelState::optimizer, Offload::optimizer, optimizer_states * updated * bytes_of(region.master));
     }
+  }
   return state;
 }
 

@@ -32,6 +32,7 @@ std::vector<MemoryRow> memory_table(const ModelDescription& model, const DataPar
         tried.replicate = ranks / shard;
         tried.shard = shard;
         tried.what = what;
+        if (kind.compute != layout.compute) tried.scales = {};
         tried.compute = kind.compute;
         tried.master = kind.master;
         tried.gradient = tried.reduction = kind.gradient;

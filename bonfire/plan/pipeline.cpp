@@ -42,9 +42,8 @@ class Row {
       add(CollectiveKind::all_reduce, Axis::pipeline, 8, layout.table.ranks());
       add(CollectiveKind::all_reduce, Axis::shard, 8, factors_.optimizer);
     }
-    if (factors_.optimizer > factors_.parameters)
-      for (const auto& [stage, flats] : flats_)
-        for (const auto& flat : flats) add(CollectiveKind::all_gather, Axis::shard, flat.trained_bytes(), layout.data.shard);
+    for (const auto& [stage, flats] : flats_)
+      for (const auto& collective : collectives_of_update(flats, layout.data)) list_.push_back(collective);
   }
 
   std::vector<Collective> list() && { return std::move(list_); }

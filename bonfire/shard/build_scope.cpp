@@ -82,13 +82,16 @@ void Build::constructed(UnitSeam& unit) {
   PreparedUnit prepared;
   plan::ParameterGroup group{unit.type_name(), {}};
   for (const auto& [name, tensor] : tensors) {
+    const auto scales = tensor.requires_grad() ? settings_.scales(name, tensor) : 0;
+    const auto compute = plan_dtype(settings_.compute_type(name, tensor, tensor.scalar_type()));
     prepared.own.push_back(tensor.scalar_type());
     group.parameters.push_back({.name = name,
                                 .elements = tensor.numel(),
                                 .shape = tensor.sizes().vec(),
                                 .trained = tensor.requires_grad(),
-                                .compute = plan_dtype(settings_.compute_type(name, tensor, tensor.scalar_type())),
-                                .master = plan_dtype(tensor.scalar_type())});
+                                .compute = scales > 0 ? plan::Dtype::fp8 : compute,
+                                .master = plan_dtype(tensor.scalar_type()),
+                                .scales = scales});
   }
   auto layout = plan::bucket({group}, settings_.buckets(prepared.own.front())).front();
   // In the order of the segments.

@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "bonfire/base/error.h"
@@ -221,11 +222,39 @@ void Engine::spend_gradients(const GradientUse& use) {
   state_->reduction->spent(use);
 }
 
+// One reduction for the whole model.
+void Engine::State::agree_on_scales() {
+  if (unscaled.empty()) return;
+  const at::NoGradGuard no_grad;
+  std::int64_t count = 0;
+  for (const std::size_t flat : unscaled) count += flats[flat]->layout().scales();
+  const auto magnitudes = at::zeros({count}, at::TensorOptions(at::kFloat).device(pool.device()));
+  const auto each = [&](auto&& action) {
+    std::int64_t begin = 0;
+    for (const std::size_t at : unscaled) {
+      auto& flat = *flats[at];
+      action(flat, magnitudes.narrow(0, begin, flat.layout().scales()));
+      begin += flat.layout().scales();
+    }
+  };
+  each([](const FlatParameter& flat, const at::Tensor& part) { flat.note_magnitudes(part); });
+  if (factors.optimizer > 1) mesh.group(Axis::shard).all_reduce(magnitudes, Reduce::max).wait();
+  each([this](FlatParameter& flat, const at::Tensor& part) {
+    flat.round_scaled(part);
+    refreshes.push_back(flat.refresh(mesh.gathers()));
+  });
+  unscaled.clear();
+}
+
 void Engine::updated(std::size_t flat) {
-  state_->refreshes.push_back(state_->flats.at(flat)->refresh(state_->mesh.gathers()));
+  if (state_->flats.at(flat)->layout().scales() > 0)
+    state_->unscaled.push_back(flat);
+  else
+    state_->refreshes.push_back(state_->flats.at(flat)->refresh(state_->mesh.gathers()));
 }
 
 void Engine::finish_update() {
+  state_->agree_on_scales();
   for (auto& work : state_->refreshes) work.wait();
   state_->refreshes.clear();
 }
@@ -265,6 +294,12 @@ Engine::FullParameters::~FullParameters() {
 }
 
 Engine::FullParameters Engine::full_parameters(bool write) {
+  for (const auto& flat : state_->flats)
+    for (const auto& segment : flat->layout().segments)
+      require(!write || segment.scales == 0,
+              "Engine::full_parameters, to be changed: parameter '{}' is held in eight bits, which are scaled anew in every "
+              "update; change it before shard()",
+              segment.name);
   auto stay = std::make_unique<FullParameters::Stay>(*state_, write);
   for (auto& flat : state_->flats) {
     if (!flat->present()) stay->came.push_back(flat.get());

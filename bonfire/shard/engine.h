@@ -55,6 +55,9 @@ struct Precision {
   std::optional<at::ScalarType> buffers{};    // floating-point buffers of the module
   // Parameters that forward reads in their own type all the same: norms, embeddings.
   std::function<bool(const std::string& name, const at::Tensor& parameter)> keep{};
+  // Trained weights that forward reads in eight bits (e4m3), and how many scales go with each: 1, or one for each row; 0: it
+  // is none of them. Scales are found anew in every update. Their layers make their products in fp8 (LinearImpl::set_fp8).
+  std::function<std::int64_t(const std::string& name, const at::Tensor& parameter)> scales{};
   bool scaled_loss = false;  // a gradient scaler is used; fp16 needs one
 };
 
@@ -115,7 +118,7 @@ class BONFIRE_API Engine {
   // The gradients have been used: the next backward starts from nothing. Optimizers of ours call it.
   void spend_gradients(const GradientUse& use = {});
   // The shares of flat parameter `flat` were updated: where others hold copies of them these are sent, while the caller goes
-  // on with the next. `finish_update` ends that. Optimizers of ours call both. Collective.
+  // on with the next. `finish_update` ends that, and rounds what has scales. Optimizers of ours call both. Collective.
   void updated(std::size_t flat);
   void finish_update();
 

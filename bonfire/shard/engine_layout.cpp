@@ -95,7 +95,9 @@ void Engine::State::find_parameters(torch::nn::Module& module) {
             "a build scope",
             member.name);
         own = prepared->own[*segment];
-        compute = member.parameter.scalar_type();
+        compute = prepared->flat->layout().segments[*segment].scales > 0
+                      ? settings.compute_type(member.name, member.parameter, own)
+                      : member.parameter.scalar_type();
         // As it lies now; what was frozen or thawed since is found when training begins.
         trained = prepared->flat->layout().trained(*segment);
       }
@@ -111,7 +113,8 @@ void Engine::State::find_parameters(torch::nn::Module& module) {
                             .group = group,
                             .master = own,
                             .compute = compute,
-                            .trained = trained});
+                            .trained = trained,
+                            .scales = settings.scales(member.name, member.parameter)});
       for (const auto& tied : member.tied)
         if (!tied.parameter.is_same(member.parameter)) parameters.back().tied.push_back(tied.parameter);
     }
@@ -147,8 +150,16 @@ void Engine::State::install(torch::nn::Module& module) {
                                                 [this, &parameter](bool& fresh) { return sink_buffer(parameter, fresh); });
     // Layers add what they compute in, or two-byte numbers to fp32. Anything else goes through autograd.
     const auto type = settings.whole_gradient_type(parameter.master);
-    if (type == parameter.compute || (type == at::kFloat && c10::elementSize(parameter.compute) == 2))
-      set_gradient_sink(module, parameter.name, parameter.sink);
+    const bool direct = type == parameter.compute || (type == at::kFloat && c10::elementSize(parameter.compute) == 2);
+    if (direct) set_gradient_sink(module, parameter.name, parameter.sink);
+    if (parameter.scales == 0) continue;
+    // Autograd cannot carry its gradient: that would be in eight bits as well.
+    parameter.known_scales = std::make_shared<WeightScales>();
+    if (!direct || !parameter.tied.empty() || set_weight_scales(module, parameter.name, parameter.known_scales) != 1)
+      fail_config(
+          "precision.scales: parameter '{}' is not the weight of one layer that makes its products in fp8 (set_fp8), with "
+          "gradients in {} or fp32; allowed: 0",
+          parameter.name, c10::toString(parameter.compute));
   }
   const auto& precision = options.precision;
   if (!seams_gather() && !precision.outputs && !precision.keep) return;
@@ -192,12 +203,14 @@ void Engine::State::lay_out(const std::vector<std::size_t>& order_of_groups) {
     size.apart = groups[group].apart;
     for (const std::size_t index : members[group]) {
       const auto& parameter = parameters[index];
+      const auto scales = parameter.trained ? parameter.scales : 0;
       size.parameters.push_back({.name = parameter.name,
                                  .elements = parameter.tensor.numel(),
                                  .shape = parameter.tensor.sizes().vec(),
                                  .trained = parameter.trained,
-                                 .compute = plan_dtype(parameter.compute),
-                                 .master = plan_dtype(parameter.master)});
+                                 .compute = scales > 0 ? plan::Dtype::fp8 : plan_dtype(parameter.compute),
+                                 .master = plan_dtype(parameter.master),
+                                 .scales = scales});
       by_name[parameter.name] = index;
     }
   }
@@ -228,6 +241,7 @@ void Engine::State::lay_out(const std::vector<std::size_t>& order_of_groups) {
   for (std::size_t at = 0; at < parameters.size(); ++at) std::tie(parameters[at].flat, parameters[at].segment) = places[at];
   reduction->reset();
   tell_residency();
+  tell_scales();
   ++version;
 }
 
@@ -302,6 +316,11 @@ void Engine::State::dissolve(const FlatParameter& flat) {
     if (accumulated) parameter.carried = part(gradients[segment.region]).clone();
     parameter.tensor.mutable_grad().reset();
   }
+}
+
+void Engine::State::tell_scales() {
+  for (auto& parameter : parameters)
+    if (parameter.known_scales) parameter.known_scales->inverse = flats[parameter.flat]->inverse_scales(parameter.segment);
 }
 
 void Engine::State::tell_residency() {

@@ -43,6 +43,9 @@ struct Engine::State {
     at::ScalarType master = at::kFloat;   // the dtype it was given in, which its optimizer state keeps
     at::ScalarType compute = at::kFloat;  // what forward reads
     bool trained = true;
+    // More than 0: while it is trained, forward reads it in eight bits, with so many scales.
+    std::int64_t scales = 0;
+    std::shared_ptr<WeightScales> known_scales{};
     std::size_t flat = 0, segment = 0;  // where it lies now
     std::size_t arrived = 0;            // in this backward: how many of `tensor` and `tied`
     std::shared_ptr<FlatSink> sink{};   // of layers that can use one
@@ -68,8 +71,12 @@ struct Engine::State {
   std::unique_ptr<FlatParameter> adopt(const plan::FlatLayout& layout, const std::vector<std::size_t>& members);
   void dissolve(const FlatParameter& flat);
   void tell_residency();
+  void tell_scales();
   void follow_freezing();
   void learn_order();
+
+  // Collective: rounds what was updated by the largest magnitudes that any rank has.
+  void agree_on_scales();
 
   // --- One backward (engine.cpp).
   void begin_backward(bool last);
@@ -123,6 +130,7 @@ struct Engine::State {
   bool spent = false;
   bool complete = false;  // the gradients are those of a whole step, and not spent
   std::vector<Work> refreshes;
+  std::vector<std::size_t> unscaled;  // flats whose masters were updated, and what has scales not rounded yet
 
   // Of the backward that is running.
   bool running = false, last = false, reducing = false;

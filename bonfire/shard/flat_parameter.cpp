@@ -10,6 +10,8 @@
 #include <ATen/ops/zeros.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/base/size.h"
+#include "bonfire/kernels/scaled_weight.h"
 
 namespace bonfire {
 namespace {
@@ -59,7 +61,7 @@ FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> pa
     TrainedShare share{.region = at, .share = mine};
     const bool rounded = region.master != region.compute || masters_on != held_on;
     share.master = rounded ? fresh(mine.length, type, masters_on, device) : own;
-    if (rounded) share.low_precision = own;
+    if (rounded) (region.compute == plan::Dtype::fp8 ? share.eight_bits : share.low_precision) = own;
     const auto gradient_type = options_.gradient.value_or(type);
     if (gradients == 1) {
       gradients_[at] = fresh(region.elements, gradient_type, device, device);
@@ -71,16 +73,24 @@ FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> pa
   }
   gradients_open_ = keeps_gradients_ = gradients == 1;
 
+  const auto magnitudes = at::zeros({layout_.scales()}, at::TensorOptions(at::kFloat).device(device));
   for (std::size_t at = 0; at < parameters_.size(); ++at) {
     const auto& segment = layout_.segments[at];
-    put_segment(held_[segment.region], share_of(layout_.regions[segment.region], parts, options_.rank), segment,
-                parameters_[at]);
+    auto values = parameters_[at];
+    if (segment.scales > 0) {
+      const WeightPart all{.elements = values.detach().reshape({-1}), .each = segment.elements / segment.scales};
+      bonfire::note_magnitudes(scales_of(magnitudes, at), all);
+      values = at::empty({segment.elements}, values.options().dtype(at::kFloat8_e4m3fn));
+      bonfire::round_scaled(values, all, scales_of(magnitudes, at));
+    }
+    put_segment(held_[segment.region], share_of(layout_.regions[segment.region], parts, options_.rank), segment, values);
     for (const auto& share : trained_)
-      if (share.region == segment.region && share.low_precision.defined())
+      if (share.region == segment.region && share.master_apart())
         put_segment(share.master, share.share, segment, parameters_[at]);
     views_.push_back(regions_[segment.region].narrow(0, segment.offset, segment.elements).view(parameters_[at].sizes()));
     parameters_[at].set_data(views_.back());
   }
+  inverse_scales_ = bonfire::inverse_scales(magnitudes);
 }
 
 FlatParameter::~FlatParameter() {
@@ -170,10 +180,52 @@ Work FlatParameter::refresh(const Group& shard) {
   const at::NoGradGuard no_grad;
   std::vector<Transfer> transfers;
   for (const auto& share : trained_) {
-    const auto& whole = regions_[share.region];
+    const auto& whole = share.eight_bits.defined() ? regions_[share.region].view(at::kByte) : regions_[share.region];
     transfers.push_back({whole, whole.narrow(0, share.share.begin, share.share.length)});
   }
   return shard.all_gather(transfers);
+}
+
+at::Tensor FlatParameter::scales_of(const at::Tensor& all, std::size_t segment) const {
+  std::int64_t begin = 0;
+  for (std::size_t at = 0; at < segment; ++at) begin += round_up(layout_.segments[at].scales, plan::scale_alignment);
+  return all.narrow(0, begin, layout_.segments[segment].scales);
+}
+
+at::Tensor FlatParameter::inverse_scales(std::size_t segment) const {
+  return layout_.segments[segment].scales > 0 ? scales_of(inverse_scales_, segment) : at::Tensor();
+}
+
+// Calls `body(segment, part of the master, its place in eight bits)` for what this rank updates of segments with scales.
+template <class Body>
+void FlatParameter::for_each_scaled_part(const Body& body) const {
+  for (std::size_t at = 0; at < layout_.segments.size(); ++at) {
+    const auto& segment = layout_.segments[at];
+    for (const auto& share : trained_) {
+      const auto begin = std::max(share.share.begin, segment.offset);
+      const auto end = std::min(share.share.begin + share.share.length, segment.offset + segment.elements);
+      if (share.region != segment.region || segment.scales == 0 || begin >= end) continue;
+      const auto own = [&](const at::Tensor& of) { return of.narrow(0, begin - share.share.begin, end - begin); };
+      body(at,
+           WeightPart{
+               .elements = own(share.master), .first = begin - segment.offset, .each = segment.elements / segment.scales},
+           own(share.eight_bits));
+    }
+  }
+}
+
+void FlatParameter::note_magnitudes(const at::Tensor& magnitudes) const {
+  for_each_scaled_part([&](std::size_t segment, const WeightPart& part, const at::Tensor&) {
+    bonfire::note_magnitudes(scales_of(magnitudes, segment), part);
+  });
+}
+
+void FlatParameter::round_scaled(const at::Tensor& magnitudes) {
+  // In place: layers hold views of it.
+  inverse_scales_.copy_(bonfire::inverse_scales(magnitudes));
+  for_each_scaled_part([&](std::size_t segment, const WeightPart& part, const at::Tensor& out) {
+    bonfire::round_scaled(out, part, scales_of(magnitudes, segment));
+  });
 }
 
 void FlatParameter::take_values() {

@@ -37,6 +37,9 @@ struct TrainedShare {
   at::Tensor master;
   at::Tensor gradient;
   at::Tensor low_precision;  // what forward reads, where that is a rounded copy of the master; otherwise undefined
+  at::Tensor eight_bits;     // the same where it has scales: the optimizer leaves it to round_scaled
+
+  bool master_apart() const { return low_precision.defined() || eight_bits.defined(); }
 };
 
 // Several parameters as one padded buffer. The module's own tensors stay what they are to the user (names, shapes,
@@ -96,6 +99,12 @@ class BONFIRE_API FlatParameter {
   bool is_refreshed() const { return options_.factors.optimizer != options_.factors.parameters; }
   // The shares take the values that the parameters have now, where these were changed while they were in.
   void take_values();
+  // Parameters in eight bits: how many scales they have, the largest magnitudes of this rank's share of their masters, and,
+  // when the largest of all ranks are known, the share in eight bits. Both are layout().scales() fp32 numbers.
+  void note_magnitudes(const at::Tensor& magnitudes) const;
+  void round_scaled(const at::Tensor& magnitudes);
+  // What the elements of a segment are multiplied by; undefined: it has no scales.
+  at::Tensor inverse_scales(std::size_t segment) const;
 
   // --- What the optimizer updates.
   std::vector<TrainedShare>& trained() { return trained_; }
@@ -126,6 +135,9 @@ class BONFIRE_API FlatParameter {
   void require_intact() const;
 
  private:
+  template <class Body>
+  void for_each_scaled_part(const Body& body) const;
+  at::Tensor scales_of(const at::Tensor& all, std::size_t segment) const;
   Work gather_into(const at::Tensor& whole, const Group& group, const at::Tensor& source);
   std::shared_ptr<PoolBuffer> part_among(BufferPool& pool, const Group& group);
 
@@ -136,6 +148,7 @@ class BONFIRE_API FlatParameter {
   c10::Storage storage_;           // of the whole
   at::Tensor shard_;               // bytes of what is always held; the whole where nothing is divided
   std::vector<at::Tensor> regions_, held_, gradients_;
+  at::Tensor inverse_scales_;  // of all segments that have any
   std::vector<TrainedShare> trained_;
   std::vector<char> written_;
   bool always_present_ = false, keeps_gradients_ = false;  // where nothing is divided

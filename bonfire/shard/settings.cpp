@@ -58,6 +58,18 @@ at::ScalarType ShardSettings::compute_type(const std::string& name, const at::Te
   return precision.keep && precision.keep(name, parameter) ? own : precision.parameters.value_or(own);
 }
 
+std::int64_t ShardSettings::scales(const std::string& name, const at::Tensor& parameter) const {
+  if (!options.precision.scales) return 0;
+  const auto count = options.precision.scales(name, parameter);
+  if (count == 0) return 0;
+  if (options.offload != Offload::none)
+    fail_config("precision.scales with offload: parameter '{}' would be rounded on the host; allowed: one of the two", name);
+  if (parameter.dim() != 2 || (count != 1 && count != parameter.size(0)))
+    fail_config("precision.scales gives '{}', of {} dimensions, {} scales; allowed: of a matrix, 0, 1 or one for each row",
+                name, parameter.dim(), count);
+  return count;
+}
+
 at::ScalarType ShardSettings::whole_gradient_type(at::ScalarType master) const {
   const auto kept = options.precision.gradients.value_or(master);
   return factors.gradients > 1 ? wire.value_or(kept) : kept;

@@ -31,6 +31,8 @@ struct ShardSettings {
   std::optional<at::ScalarType> scattered_in() const { return mesh.shape().shard > 1 ? wire : std::nullopt; }
   // What forward reads of a parameter. `own`: the type that it was given in.
   at::ScalarType compute_type(const std::string& name, const at::Tensor& parameter, at::ScalarType own) const;
+  // How many scales go with a parameter that forward reads in eight bits while it is trained; 0: it does not.
+  std::int64_t scales(const std::string& name, const at::Tensor& parameter) const;
   // In which backward writes the whole gradient of a parameter with a master of this type.
   at::ScalarType whole_gradient_type(at::ScalarType master) const;
   plan::BucketOptions buckets(at::ScalarType gradient) const;

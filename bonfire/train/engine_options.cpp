@@ -67,6 +67,10 @@ ShardOptions engine_options(const Config& config, const Log& log) {
   if (layout.compute != layout.master) precision.parameters = scalar_type(layout.compute);
   if (layout.gradient != layout.master) precision.gradients = scalar_type(layout.gradient);
   if (layout.keep) precision.keep = [keep = layout.keep](const std::string& name, const at::Tensor&) { return keep(name); };
+  if (layout.scales)
+    precision.scales = [scales = layout.scales](const std::string& name, const at::Tensor& parameter) {
+      return scales(name, parameter.sizes().vec());
+    };
   if (const auto& type = config.train.output_precision; type != "model")
     precision.outputs = scalar_type(plan::dtype_of(type));
   if (const auto& type = config.train.buffer_precision; type != "model")

@@ -61,6 +61,7 @@ plan::DataParallel data_parallel_of(const Config& config) {
           .gradient = gradient,
           .reduction = reduction,
           .keep = kept_in_fp32(config),
+          .scales = scales_of_weights(config),
           .buckets = {.bucket_bytes = static_cast<std::int64_t>(layout.bucket_mb * mebibyte),
                       .first_bucket_bytes = static_cast<std::int64_t>(layout.first_bucket_mb * mebibyte)},
           .compression = compression,

@@ -227,6 +227,21 @@ std::function<bool(const std::string& name)> kept_in_fp32(const Config& config) 
   return [kept = std::move(kept)](const std::string& name) { return kept.contains(name); };
 }
 
+std::function<std::int64_t(const std::string& name, const std::vector<std::int64_t>& shape)> scales_of_weights(
+    const Config& config) {
+  if (config.train.precision != "fp8" || config.layout.offload != "none" || config.model.type == "vgg") return {};
+  std::set<std::string> weights;
+  for (const auto& unit : plan::describe(config.model.spec).units)
+    for (const auto& parameter : unit.parameters)
+      if (unit.kind == plan::UnitKind::block && parameter.shape.size() == 2)
+        weights.insert({parameter.name, full_name(unit, parameter)});
+  const bool rows = config.train.fp8_scales == "row";
+  return [weights = std::move(weights), rows](const std::string& name, const std::vector<std::int64_t>& shape) {
+    const bool fits = weights.contains(name) && shape[0] % 16 == 0 && shape[1] % 16 == 0;
+    return fits ? (rows ? shape[0] : std::int64_t{1}) : std::int64_t{0};
+  };
+}
+
 std::vector<std::string> ignored_parameters(const Config& config) {
   std::vector<std::string> names;
   for (const auto& unit : plan::describe(config.model.spec).units)

@@ -33,6 +33,12 @@ BONFIRE_API plan::ModelDescription wrapped_model_of(const Config& config);
 // The name is that in the model, or only that inside its Unit.
 BONFIRE_API std::function<bool(const std::string& name)> kept_in_fp32(const Config& config);
 
+// How many scales go with a weight of this name and shape that is kept and gathered in eight bits: with train.precision =
+// "fp8", what the products of the blocks read. Null where nothing is: offloaded parameters and convolutional models have
+// their weights in bf16. The name is that in the model, or only that inside its Unit.
+BONFIRE_API std::function<std::int64_t(const std::string& name, const std::vector<std::int64_t>& shape)> scales_of_weights(
+    const Config& config);
+
 // The full names of what layout.ignore says.
 BONFIRE_API std::vector<std::string> ignored_parameters(const Config& config);
 

@@ -5,6 +5,7 @@
 #include "bonfire/comm/device.h"
 #include "bonfire/kernels/product.h"
 #include "bonfire/kernels/qkv.h"
+#include "tests/support/fp8_cases.h"
 #include "tests/support/fused_cases.h"
 #include "tests/support/gpu_ranks.h"
 
@@ -28,6 +29,7 @@ INSTANTIATE_TEST_SUITE_P(Types, GpuFusedProducts, ::testing::Values(at::kDouble,
 
 TEST_P(GpuFusedProducts, FollowDoublePrecision) { bonfire::testing::expect_fused_products_follow(check()); }
 TEST_P(GpuFusedProducts, EqualTheirParts) { bonfire::testing::expect_fused_products_equal_their_parts(check()); }
+TEST_P(GpuFusedProducts, BiasGradientsFollow) { bonfire::testing::expect_bias_gradients_follow(check()); }
 TEST_P(GpuFusedProducts, FreezingChangesNothingElse) { bonfire::testing::expect_freezing_changes_nothing_else(check()); }
 
 // Queries and keys turned where they lie are those that are turned on the way elsewhere.
@@ -65,6 +67,17 @@ TEST(GpuFp8, QuantizedIsNear) {
   BONFIRE_SKIP_WITHOUT_GPU();
   at::manual_seed(5);
   for (const auto type : {at::kBFloat16, at::kHalf}) bonfire::testing::expect_quantized_near({.type = type, .device = gpu});
+}
+TEST(GpuFp8, ScaledWeightsAreNear) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  at::manual_seed(5);
+  bonfire::testing::expect_scaled_weights_near({.type = at::kBFloat16, .device = gpu});
+}
+TEST(GpuFp8, ActivationsAreRoundedAtOnce) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  at::manual_seed(5);
+  for (const auto type : {at::kBFloat16, at::kHalf})
+    bonfire::testing::expect_activations_rounded_at_once({.type = type, .device = gpu});
 }
 TEST(GpuFp8, ProductsAreNear) {
   BONFIRE_SKIP_WITHOUT_GPU();

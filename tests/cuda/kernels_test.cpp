@@ -50,7 +50,7 @@ Tensor reference_rms_norm(const Tensor& x, const Tensor& weight) {
 Tensors streamed(NormedStream out) { return {out.normed, out.stream}; }
 
 TEST_P(GpuKernels, Norms) {
-  for (const std::int64_t columns : {1, 7, 64, 301, 768, 2048, 8200, 40000})
+  for (const std::int64_t columns : {1, 7, 64, 301, 768, 1600, 2048, 4096, 8200, 40000})
     for (const std::int64_t rows : {1, 3, 700}) {
       if (columns > 8000 && rows > 3) continue;
       SCOPED_TRACE(::testing::Message() << rows << " rows of " << columns);
@@ -247,6 +247,30 @@ TEST_P(GpuKernels, CrossEntropy) {
             [=](const Tensors& t) { return Tensors{reference(at::linear(t[0], t[1]))}; },
             {at::randn({2, 7, 16}), at::randn({classes, 16}) / 4}, check());
     }
+  // More rows than there are multiprocessors, of lengths that fit into the shared memory of one, and that do not.
+  for (const auto& [rows, classes] : {std::pair<std::int64_t, std::int64_t>{300, 30000}, {150, 128256}}) {
+    SCOPED_TRACE(::testing::Message() << rows << " rows of " << classes);
+    Tensor target = at::randint(classes, {rows}, at::kLong);
+    target[3] = target[rows - 1] = -100;
+    target[4] = 0;
+    target[5] = classes - 1;
+    const Tensor given = (at::randn({rows, classes}, gpu) * 2).to(GetParam()), on_gpu = target.to(gpu);
+    given[6].fill_(-INFINITY);
+    given[6][7] = 1;
+    on_gpu[6] = 7;
+    const Tensor logits = given.detach().clone().set_requires_grad(true);
+    const Tensor reference = given.to(at::kDouble).set_requires_grad(true);
+    const Tensor loss = bonfire::cross_entropy(logits, on_gpu, {.mean = false});
+    const Tensor want = at::cross_entropy_loss(reference, on_gpu, {}, at::Reduction::Sum);
+    loss.backward();
+    want.backward();
+    EXPECT_NEAR(loss.item<double>() / want.item<double>(), 1, 1e-6);
+    const Tensor distance = logits.grad().to(at::kDouble) - reference.grad();
+    EXPECT_LE((distance.norm() / reference.grad().norm()).item<double>(), tolerance_of(GetParam()));
+    const Tensor again = given.detach().clone().set_requires_grad(true);
+    bonfire::cross_entropy(again, on_gpu, {.mean = false}).backward();
+    EXPECT_TRUE(again.grad().equal(logits.grad()));
+  }
   // A target that is no class cannot be reported from a kernel; the loss says so.
   const Tensor logits = at::randn({3, 9}, at::TensorOptions(gpu).dtype(GetParam()));
   EXPECT_TRUE(std::isnan(bonfire::cross_entropy(logits, at::tensor({1, 9, 2}, at::kLong).to(gpu), {}).item<double>()));

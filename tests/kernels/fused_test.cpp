@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 
+#include "tests/support/fp8_cases.h"
 #include "tests/support/fused_cases.h"
 
 namespace bonfire {
@@ -21,11 +22,20 @@ INSTANTIATE_TEST_SUITE_P(Types, FusedProducts, ::testing::Values(at::kDouble, at
 
 TEST_P(FusedProducts, FollowDoublePrecision) { bonfire::testing::expect_fused_products_follow(check()); }
 TEST_P(FusedProducts, EqualTheirParts) { bonfire::testing::expect_fused_products_equal_their_parts(check()); }
+TEST_P(FusedProducts, BiasGradientsFollow) { bonfire::testing::expect_bias_gradients_follow(check()); }
 TEST_P(FusedProducts, FreezingChangesNothingElse) { bonfire::testing::expect_freezing_changes_nothing_else(check()); }
 
 TEST(Fp8, QuantizedIsNear) {
   at::manual_seed(5);
   bonfire::testing::expect_quantized_near({.type = at::kBFloat16});
+}
+TEST(Fp8, ScaledWeightsAreNear) {
+  at::manual_seed(5);
+  bonfire::testing::expect_scaled_weights_near({.type = at::kBFloat16});
+}
+TEST(Fp8, ActivationsAreRoundedAtOnce) {
+  at::manual_seed(5);
+  bonfire::testing::expect_activations_rounded_at_once({.type = at::kBFloat16});
 }
 TEST(Fp8, ProductsAreNear) {
   at::manual_seed(5);

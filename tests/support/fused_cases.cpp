@@ -2,122 +2,98 @@
 
 #include <gtest/gtest.h>
 
-#include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-
-#include "bonfire/kernels/fp8.h"
-#include "bonfire/kernels/fused_linear.h"
+#include "bonfire/kernels/qkv.h"
+#include "tests/support/feed.h"
 
 namespace bonfire::testing {
+
+// Products whose results are read in all the ways in which sums of their gradients are made on the way: by norms, an
+// activation and the cutting of q, k and v.
 namespace {
 
-using at::Tensor;
+constexpr std::int64_t chain_dim = 24;
 
-Tensor normed(const Tensor& x, const Tensor& weight, const Tensor& bias) {
-  if (bias.defined()) return at::layer_norm(x, {x.size(-1)}, weight, bias, 1e-5);
-  return x / (x * x).mean(-1, true).add(1e-5).sqrt() * weight;
+Tensors chain_inputs() {
+  const auto weight = [](std::int64_t out) { return at::randn({out, chain_dim}) / 5; };
+  const auto vector = [](std::int64_t n) { return at::randn({n}); };
+  constexpr std::int64_t d = chain_dim;
+  return {at::randn({2, 19, d}),
+          weight(d),
+          vector(d),
+          vector(d),
+          vector(d),
+          weight(d),
+          vector(d),
+          weight(d),
+          vector(d),
+          vector(d),
+          vector(d),
+          weight(2 * d),
+          vector(2 * d),
+          weight(d),
+          vector(d)};
 }
 
-Tensor activated(const Tensor& wide, Activation activation) {
-  if (activation == Activation::gelu) return at::gelu(wide, "tanh");
-  const auto halves = wide.chunk(2, -1);
-  return at::silu(halves[0]) * halves[1];
+Tensors chain(const Tensors& t) {
+  const Tensor first = bonfire::linear(t[0], t[1], {.bias = t[2]});
+  const auto [wide, stream] = normed_linear(first, {.weight = t[3], .bias = t[4]}, t[5], {.bias = t[6]});
+  const Tensor second = activated_linear(wide, Activation::gelu, t[7], {.bias = t[8], .residual = stream});
+  const auto [qkv, rest] = normed_linear(second, {.weight = t[9], .bias = t[10]}, t[11], {.bias = t[12]});
+  const auto [q, k, v] = split_qkv(qkv, {.heads = 4, .kv_heads = 2});
+  const Tensor third = bonfire::linear(rest, t[13], {.bias = t[14]});
+  return {q, k, v, bonfire::layer_norm(third, t[3], t[4], {})};
 }
 
-// A feed-forward part: x, norm weight and bias, up weight and bias, down weight and bias.
-struct Feed {
-  Activation activation;
-  bool centered, biased;
-  std::int64_t rows, dim, ffn;
-  bool keep = false;
-
-  Tensors inputs() const {
-    const std::int64_t wide = activation == Activation::swiglu ? 2 * ffn : ffn;
-    const auto root = [](std::int64_t n) { return std::sqrt(static_cast<double>(n)); };
-    return {at::randn({2, rows, dim}), at::randn({dim}),
-            at::randn({dim}),          at::randn({wide, dim}) / root(dim),
-            at::randn({wide}),         at::randn({dim, ffn}) / root(ffn),
-            at::randn({dim})};
-  }
-  Tensor bias(const Tensor& given) const { return biased ? given : given * 0; }
-  LinearOptions options(const Tensor& given) const { return {.bias = biased ? given : Tensor(), .keep = keep}; }
-  Tensor unused(const Tensors& t) const {  // so that every input has a gradient
-    Tensor sum = at::zeros({}, t[0].options().requires_grad(false));
-    if (!centered) sum = sum + (t[2] * 0).sum();
-    if (!biased) sum = sum + (t[4] * 0).sum() + (t[6] * 0).sum();
-    return sum;
-  }
-
-  Tensors fused(const Tensors& t) const {
-    const auto known = std::make_shared<KnownSums>();
-    const auto [wide, stream] =
-        normed_linear(t[0], {.weight = t[1], .bias = centered ? t[2] : Tensor()}, t[3], options(t[4]), known);
-    auto down = options(t[6]);
-    down.residual = stream;
-    return {activated_linear(wide, activation, t[5], down, known) + unused(t)};
-  }
-  Tensors parts(const Tensors& t) const {
-    const auto [norm, stream] = centered ? layer_norm_stream(t[0], t[1], t[2], {}) : rms_norm_stream(t[0], {}, t[1], {});
-    const Tensor wide = bonfire::linear(norm, t[3], options(t[4]));
-    auto down = options(t[6]);
-    down.residual = stream;
-    return {bonfire::linear(activation == Activation::swiglu ? bonfire::swiglu(wide) : bonfire::gelu(wide), t[5], down) +
-            unused(t)};
-  }
-  Tensors reference(const Tensors& t) const {
-    Tensor wide = at::linear(normed(t[0], t[1], centered ? t[2] : Tensor()), t[3]);
-    if (biased) wide = wide + t[4];
-    Tensor out = at::linear(activated(wide, activation), t[5]) + t[0];
-    if (biased) out = out + t[6];
-    return {out + unused(t)};
-  }
-};
-
-std::vector<Feed> feeds() {
-  std::vector<Feed> all;
-  for (const auto activation : {Activation::swiglu, Activation::gelu})
-    for (const bool centered : {false, true})
-      for (const bool biased : {false, true})
-        for (const auto& [rows, dim, ffn] :
-             {std::tuple<std::int64_t, std::int64_t, std::int64_t>{1, 7, 5}, {37, 64, 48}, {150, 40, 33}})
-          all.push_back({activation, centered, biased, rows, dim, ffn});
-  return all;
+Tensors chain_reference(const Tensors& t) {
+  const Tensor first = at::linear(t[0], t[1], t[2]);
+  const Tensor wide = at::linear(normed(first, t[3], t[4]), t[5], t[6]);
+  const Tensor second = at::linear(activated(wide, Activation::gelu), t[7], t[8]) + first;
+  const Tensor qkv = at::linear(normed(second, t[9], t[10]), t[11], t[12]);
+  const Tensor heads = qkv.view({2, 19, 8, -1}).transpose(1, 2);
+  return {heads.narrow(1, 0, 4), heads.narrow(1, 4, 2), heads.narrow(1, 6, 2),
+          normed(at::linear(second, t[13], t[14]), t[3], t[4])};
 }
-
-::testing::Message name(const Feed& feed) {
-  return ::testing::Message() << (feed.activation == Activation::swiglu ? "swiglu" : "gelu")
-                              << (feed.centered ? ", centered" : "") << (feed.biased ? ", biased" : "")
-                              << (feed.keep ? ", kept" : "") << ", " << feed.rows << " rows of " << feed.dim;
-}
-
-Tensors on(const KernelCheck& check, const Tensors& given) {
-  Tensors out;
-  for (const Tensor& t : given) out.push_back(t.to(check.device, check.type, false, true).set_requires_grad(true));
-  return out;
-}
-
-Tensors gradients_of(const Tensors& outputs, const Tensors& inputs, const Tensor& weight) {
-  outputs[0].backward(weight);
-  Tensors out;
-  for (const Tensor& t : inputs) out.push_back(t.grad());
-  return out;
-}
-
-double relative_error(const Tensor& got, const Tensor& want) {
-  const Tensor a = got.detach().to(at::kCPU, at::kDouble), b = want.detach().to(at::kCPU, at::kDouble);
-  return ((a - b).norm() / b.norm()).item<double>();
-}
-
-template <class Signature, class... Arguments>
-auto call(const char* name, Arguments... arguments) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>().call(arguments...);
-}
-
-using Quantize = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, Tensor, const std::optional<Tensor>&, std::int64_t, bool,
-                                                    bool, bool, bool);
-using QuantizeRows = std::tuple<Tensor, Tensor>(const Tensor&, bool);
 
 }  // namespace
+
+void expect_bias_gradients_follow(const KernelCheck& check) {
+  if (c10::elementSize(check.type) > 2) expect_follows(chain, chain_reference, chain_inputs(), check);
+
+  const auto options = at::TensorOptions(check.device).dtype(check.type);
+  const auto wide = check.type == at::kDouble ? at::kDouble : at::kFloat;
+  const double tolerance = check.type == at::kDouble ? 1e-13 : 1e-5;
+  const auto expect_sums = [&](const Tensor& sums, const Tensor& of) {
+    EXPECT_EQ(sums.scalar_type(), wide);
+    const Tensor all = of.to(at::kDouble).flatten(0, -2), want = all.sum(0);
+    EXPECT_LE((sums.to(at::kDouble) - want).abs().max().item<double>(), tolerance * all.abs().sum(0).max().item<double>());
+  };
+  using Forward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, double);
+  using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(const Tensor&, const std::optional<Tensor>&,
+                                                                      const Tensor&, const Tensor&, const Tensor&,
+                                                                      const Tensor&, const std::optional<Tensor>&, bool);
+  for (const std::int64_t columns : {3, 40, 768, 1600, 4096, 8200})
+    for (const std::int64_t rows : {1, 700}) {
+      SCOPED_TRACE(::testing::Message() << rows << " rows of " << columns);
+      const auto random = [&] { return at::randn({rows, columns}, options); };
+      const Tensor x = random(), weight = at::randn({columns}, options);
+      const auto forward = call<Forward>("bonfire::layer_norm", x, weight, weight, 1e-5);
+      const auto out = call<Backward>("bonfire::layer_norm_backward", random(), random(), x, weight, std::get<1>(forward),
+                                      std::get<2>(forward), std::nullopt, true);
+      expect_sums(std::get<4>(out), std::get<0>(out));
+    }
+  using Merge =
+      Tensor(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::optional<Tensor>&);
+  using MergeSums = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&);
+  for (const std::int64_t size : {3, 64})
+    for (const std::int64_t sequence : {1, 217}) {
+      const Tensor q = at::randn({3, sequence, 4, size}, options).transpose(1, 2),
+                   k = at::randn({3, 2, sequence, size}, options),
+                   v = at::randn({3, sequence, 2, size}, options).transpose(1, 2);
+      const auto [qkv, sums] = call<MergeSums>("bonfire::merge_qkv_sums", q, k, v);
+      EXPECT_TRUE(qkv.equal(call<Merge>("bonfire::merge_qkv", q, k, v, std::nullopt, std::nullopt)));
+      expect_sums(sums, qkv);
+    }
+}
 
 void expect_fused_products_follow(const KernelCheck& check) {
   const bool narrow = c10::elementSize(check.type) == 2;
@@ -207,87 +183,6 @@ void expect_freezing_changes_nothing_else(const KernelCheck& check) {
     const double error = (got[trained] - want[trained]).abs().max().item<double>();
     EXPECT_LE(error, tolerance_of(check.type) * (1 + want[trained].abs().max().item<double>())) << trained;
   }
-}
-
-void expect_quantized_near(const KernelCheck& check) {
-  for (const auto& [rows, columns] : {std::pair<std::int64_t, std::int64_t>{16, 16}, {48, 400}, {272, 144}})
-    for (const bool wide_range : {false, true}) {
-      const double largest = wide_range ? 57344 : 448, unit = wide_range ? 0.125 : 0.0625;
-      const Tensor x = (at::randn({rows, columns}) * 3).to(check.device, check.type);
-      const Tensor exact = x.to(at::kCPU, at::kDouble);
-      const Tensor history = at::zeros({4}, at::TensorOptions(check.device).dtype(at::kFloat));
-      const auto near = [&](const Tensor& values, const Tensor& inverse) {
-        const Tensor got = values.to(at::kCPU).to(at::kDouble) * inverse.to(at::kCPU, at::kDouble);
-        const Tensor most = exact.abs().amax() / largest;  // numbers that small have fewer bits
-        EXPECT_TRUE(((got - exact).abs() <= unit * exact.abs() + most).all().item<bool>());
-      };
-      const auto [values, transposed, inverse] =
-          call<Quantize>("bonfire::fp8_quantize", x, history, std::optional<Tensor>(), 0, true, wide_range, true, true);
-      near(values, inverse);
-      EXPECT_TRUE(transposed.to(at::kFloat).equal(values.to(at::kFloat).t()));
-      EXPECT_FLOAT_EQ(inverse.item<float>(), static_cast<float>(exact.abs().max().item<double>() / largest));
-      EXPECT_FLOAT_EQ(history[0].item<float>(), exact.abs().max().item<float>());
-      // The next but one looks at the first, by the device's count of calls as by the host's; what is too large for it stops
-      // at the largest number.
-      call<Quantize>("bonfire::fp8_quantize", x, history, std::optional<Tensor>(), 1, true, wide_range, true, false);
-      const std::optional<Tensor> one_later = at::ones({1}, at::TensorOptions(check.device).dtype(at::kLong));
-      const auto [late, none, same] =
-          call<Quantize>("bonfire::fp8_quantize", x * 2, history, one_later, 1, false, wide_range, true, false);
-      EXPECT_EQ(none.numel(), 0);
-      EXPECT_FLOAT_EQ(same.item<float>(), inverse.item<float>());
-      EXPECT_EQ(late.to(at::kFloat).abs().max().item<float>(), static_cast<float>(largest));
-      EXPECT_FLOAT_EQ(history[2].item<float>(), 2 * exact.abs().max().item<float>());
-
-      const auto [by_row, inverses] = call<QuantizeRows>("bonfire::fp8_quantize_rows", x, wide_range);
-      near(by_row, inverses.unsqueeze(1));
-      EXPECT_TRUE(at::allclose(inverses.to(at::kCPU, at::kDouble) * largest, exact.abs().amax(1), 1e-6));
-    }
-}
-
-void expect_fp8_products_near(const KernelCheck& check) {
-  for (const auto scaling : {Fp8Scaling::current, Fp8Scaling::delayed})
-    for (const auto scales : {Fp8Scales::tensor, Fp8Scales::row})
-      for (const bool exact : {true, false}) {
-        const auto fp8 = std::make_shared<Fp8Product>(Fp8Recipe{scaling, scales});
-        const auto whole = [&](at::IntArrayRef sizes) {  // small powers of two: eight bits hold them, and fp32 their sums
-          return exact ? at::pow(2.0, at::randint(-1, 2, sizes).to(at::kDouble)) * (at::randint(0, 2, sizes) * 2 - 1)
-                       : at::randn(sizes, at::kDouble);
-        };
-        const std::int64_t rows = 64, in = 96, out = 48;
-        const Tensors given{whole({2, rows / 2, in}), whole({out, in}), whole({out}), whole({2, rows / 2, out})};
-        const Tensor weight = whole({2, rows / 2, out});
-        Tensors reference;
-        for (const Tensor& t : given) reference.push_back(t.to(check.type).to(at::kDouble).set_requires_grad(true));
-        const Tensor want = at::linear(reference[0], reference[1], reference[2]) + reference[3];
-        const auto expected = gradients_of({want}, reference, weight.to(check.type).to(at::kDouble));
-        // Several times, so that there is a history to go by.
-        for (int repeat = 0; repeat < 3; ++repeat) {
-          const Tensors t = on(check, given);
-          const Tensor got = bonfire::linear(t[0], t[1], {.bias = t[2], .residual = t[3], .fp8 = fp8});
-          const auto gradients = gradients_of({got}, t, weight.to(check.device, check.type));
-          const double most = exact ? 0.01 : 0.08;  // exact: what bf16 rounds
-          EXPECT_LE(relative_error(got, want), most);
-          for (std::size_t i = 0; i < t.size(); ++i) EXPECT_LE(relative_error(gradients[i], expected[i]), most) << i;
-        }
-        // And through the fused layers, where the norm is kept in eight bits.
-        const Feed feed{Activation::swiglu, false, false, 32, 64, 96, exact};
-        const auto inputs = feed.inputs();
-        const Tensors t = on(check, inputs);
-        Tensors wide;
-        for (const Tensor& x : t) wide.push_back(x.detach().to(at::kCPU, at::kDouble).set_requires_grad(true));
-        const auto up = std::make_shared<Fp8Product>(Fp8Recipe{scaling, scales}),
-                   down = std::make_shared<Fp8Product>(Fp8Recipe{scaling, scales});
-        const auto [hidden, stream] = normed_linear(t[0], {.weight = t[1]}, t[3], {.fp8 = up, .keep = feed.keep});
-        const Tensor got =
-            activated_linear(hidden, feed.activation, t[5], {.residual = stream, .fp8 = down, .keep = feed.keep}) +
-            feed.unused(t);
-        const Tensors true_out = feed.reference(wide);
-        const Tensor d = at::randn_like(true_out[0]).to(check.type).to(at::kDouble);
-        const auto a = gradients_of({got}, t, d.to(check.device, check.type)), b = gradients_of(true_out, wide, d);
-        EXPECT_LE(relative_error(got, true_out[0]), 0.08);
-        constexpr double chained = 3.0 / 16;  // a gradient that is rounded to three bits twice on its way
-        for (const std::size_t i : {0, 1, 3, 5}) EXPECT_LE(relative_error(a[i], b[i]), chained) << i;
-      }
 }
 
 }  // namespace bonfire::testing

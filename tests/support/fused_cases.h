@@ -9,12 +9,9 @@ namespace bonfire::testing {
 void expect_fused_products_follow(const KernelCheck& check);
 // What a layer makes again in backward has the bits that forward had: gradients are those of the layers one by one.
 void expect_fused_products_equal_their_parts(const KernelCheck& check);
+// Gradients of biases, however the sums that they are came about.
+void expect_bias_gradients_follow(const KernelCheck& check);
 // Gradients of what is trained do not change when the rest is frozen.
 void expect_freezing_changes_nothing_else(const KernelCheck& check);
-
-// Eight bits: what is quantized is near what was given, its transpose is its transpose, scales follow the recipe.
-void expect_quantized_near(const KernelCheck& check);
-// Products in fp8, forward and backward, are near those in double; and follow them exactly where fp8 loses nothing.
-void expect_fp8_products_near(const KernelCheck& check);
 
 }  // namespace bonfire::testing
