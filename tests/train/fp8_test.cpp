@@ -1,6 +1,5 @@
 // train.precision = "fp8": weights of the blocks' products are kept and travel in eight bits, as the plan says, and a model
 // learns what it learns in bf16.
-#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -13,6 +12,7 @@
 #include "bonfire/train/predict.h"
 #include "bonfire/train/selection.h"
 #include "tests/train/loop_fixture.h"
+#include "tests/train/step_collectives.h"
 
 namespace bonfire {
 namespace {
@@ -20,6 +20,8 @@ namespace {
 using testing::common;
 using testing::Loop;
 using testing::models;
+using testing::planned_collectives;
+using testing::traced_collectives;
 using Overrides = std::vector<std::string>;
 
 Overrides fp8(const char* scales, const Overrides& more) {
@@ -71,18 +73,8 @@ TEST_F(Loop, Fp8HasExactlyTheCollectivesOfThePlan) {
       ASSERT_EQ(outcome.error, "");
       Config config = parse_config(models.at("gpt2") + common, "a.toml", fp8(scales, layout));
       resolve(config, 4);
-      std::vector<std::string> expected, seen;
-      for (const auto& collective : plan::collectives_of_step(wrapped_model_of(config), data_parallel_of(config)))
-        expected.push_back(fmt::format("{} {}", name_of(collective.kind), collective.bytes));
-      const auto trace = nlohmann::json::parse(std::ifstream(outcome.folder / "trace.json"));
-      for (const auto& event : trace.at("traceEvents")) {
-        if (event.at("ph") != "X" || event.at("cat") != "communication" || event.at("pid") != 1) continue;
-        seen.push_back(
-            fmt::format("{} {}", event.at("name").get<std::string>(), event.at("args").at("bytes").get<std::int64_t>()));
-      }
-      std::sort(expected.begin(), expected.end());
-      std::sort(seen.begin(), seen.end());
-      EXPECT_EQ(seen, expected) << fmt::format("{}, {}", scales, fmt::join(layout, " "));
+      const auto expected = planned_collectives(wrapped_model_of(config), data_parallel_of(config));
+      EXPECT_EQ(traced_collectives(outcome.folder), expected) << fmt::format("{}, {}", scales, fmt::join(layout, " "));
       // The blocks' weights, a byte instead of two, in everything that is gathered.
       Overrides in_bf16 = layout;
       in_bf16.push_back("train.precision=bf16");

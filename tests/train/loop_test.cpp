@@ -1,6 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <map>
@@ -12,6 +11,7 @@
 #include "bonfire/plan/layout.h"
 #include "bonfire/train/predict.h"
 #include "tests/train/loop_fixture.h"
+#include "tests/train/step_collectives.h"
 
 namespace bonfire {
 namespace {
@@ -19,6 +19,8 @@ namespace fs = std::filesystem;
 using testing::common;
 using testing::Loop;
 using testing::models;
+using testing::planned_collectives;
+using testing::traced_collectives;
 
 class Parity : public Loop, public ::testing::WithParamInterface<std::string> {};
 
@@ -189,21 +191,9 @@ TEST_F(Loop, AStepHasExactlyTheCollectivesOfThePlan) {
     const auto outcome = run("gpt2", 2, overrides);
     Config config = parse_config(models.at("gpt2") + common, "a.toml", overrides);
     resolve(config, 2);
-    std::vector<std::string> expected, seen;
-    for (const auto& collective : plan::collectives_of_step(plan::describe(config.model.spec), data_parallel_of(config))) {
-      expected.push_back(fmt::format("{} {}", name_of(collective.kind), collective.bytes));
-    }
+    const auto expected = planned_collectives(plan::describe(config.model.spec), data_parallel_of(config));
     EXPECT_GT(expected.size(), 3u);
-    const auto trace = nlohmann::json::parse(std::ifstream(outcome.folder / "trace.json"));
-    for (const auto& event : trace.at("traceEvents")) {
-      if (event.at("ph") != "X" || event.at("cat") != "communication" || event.at("pid") != 1) continue;
-      seen.push_back(
-          fmt::format("{} {}", event.at("name").get<std::string>(), event.at("args").at("bytes").get<std::int64_t>()));
-    }
-    // Two tracks of one rank may begin in the same nanosecond: the order is another test's.
-    std::sort(expected.begin(), expected.end());
-    std::sort(seen.begin(), seen.end());
-    EXPECT_EQ(seen, expected) << compression;
+    EXPECT_EQ(traced_collectives(outcome.folder), expected) << compression;
   }
 }
 

@@ -11,6 +11,7 @@
 #include "bonfire/train/predict.h"
 #include "bonfire/train/selection.h"
 #include "tests/train/loop_fixture.h"
+#include "tests/train/step_collectives.h"
 
 // The real loop with every setting of the sharding, against one rank.
 namespace bonfire {
@@ -18,6 +19,8 @@ namespace {
 using testing::common;
 using testing::Loop;
 using testing::models;
+using testing::planned_collectives;
+using testing::traced_collectives;
 
 using Overrides = std::vector<std::string>;
 
@@ -112,19 +115,9 @@ TEST_P(Settings, HaveExactlyTheCollectivesOfThePlan) {
   ASSERT_EQ(outcome.error, "");
   Config config = parse_config(models.at("gpt2") + common, "a.toml", sharded);
   resolve(config, 4);
-  std::vector<std::string> expected, seen;
-  for (const auto& collective : plan::collectives_of_step(wrapped_model_of(config), data_parallel_of(config)))
-    expected.push_back(fmt::format("{} {}", name_of(collective.kind), collective.bytes));
+  const auto expected = planned_collectives(wrapped_model_of(config), data_parallel_of(config));
   EXPECT_GT(expected.size(), 3u);
-  const auto trace = nlohmann::json::parse(std::ifstream(outcome.folder / "trace.json"));
-  for (const auto& event : trace.at("traceEvents")) {
-    if (event.at("ph") != "X" || event.at("cat") != "communication" || event.at("pid") != 1) continue;
-    seen.push_back(
-        fmt::format("{} {}", event.at("name").get<std::string>(), event.at("args").at("bytes").get<std::int64_t>()));
-  }
-  std::sort(expected.begin(), expected.end());
-  std::sort(seen.begin(), seen.end());
-  EXPECT_EQ(seen, expected) << GetParam().name;
+  EXPECT_EQ(traced_collectives(outcome.folder), expected) << GetParam().name;
 }
 
 INSTANTIATE_TEST_SUITE_P(Sharded, Settings, ::testing::ValuesIn(settings()),
