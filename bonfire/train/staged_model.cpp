@@ -16,7 +16,9 @@
 #include "bonfire/pipeline/unit_costs.h"
 #include "bonfire/schedule/generate.h"
 #include "bonfire/schedule/text.h"
+#include "bonfire/shard/share.h"
 #include "bonfire/train/engine_options.h"
+#include "bonfire/train/predict.h"
 #include "bonfire/train/selection.h"
 
 namespace bonfire {
@@ -61,11 +63,6 @@ Microbatch example_of(const Config& config, const Source& source, const World& w
 
 BuildOptions build_options(const Config& config, const World& world) {
   return {.seed = static_cast<std::uint64_t>(config.train.seed), .device = world.device()};
-}
-
-at::ScalarType compute_type(const Config& config) {
-  const auto type = plan::dtype_of(config.train.precision);
-  return type == plan::Dtype::bf16 ? at::kBFloat16 : type == plan::Dtype::fp16 ? at::kHalf : at::kFloat;
 }
 
 }  // namespace
@@ -125,7 +122,7 @@ void settle_stages(Config& config, const World& world, const Mesh& mesh, const S
   if (config.layout.stages != WordOrCounts("measured")) return;
   const auto model = model_of(config);
   auto build = build_options(config, world);
-  build.dtype = compute_type(config);
+  build.dtype = scalar_type(data_parallel_of(config).compute);
   Chain chain = units_of(model);
   chain.build = [&](UnitRange units) {
     auto part = build_model(plan::part_of(model, units.begin, units.end), build);
