@@ -14,7 +14,7 @@ SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu')
 configure = @libtorch=$$(setup/libtorch.sh) || exit 1; \
   said=$$(cmake --preset $(PRESET) -DBONFIRE_LIBTORCH="$$libtorch" -DBONFIRE_BUILD_TESTS=$(1) 2>&1) \
     || { printf '%s\n' "$$said" >&2; exit 1; }; \
-  [ ! -e /proc/driver/nvidia/version ] || printf '%s\n' "$$said" | sed -n 's/^-- \(The CUDA plug-in is not built\)/\1/p'
+  [ ! -e /proc/driver/nvidia/version ] || printf '%s\n' "$$said" | sed -n 's/^-- \(The CUDA plug-in is not built\|Attention on GPUs\)/\1/p'
 
 help:
 	@echo "make demo        train a small model on two local ranks"

@@ -1,6 +1,7 @@
 # Sets BONFIRE_CUDA_FOUND where the CUDA plug-in can be built: nvcc of LibTorch's CUDA, the headers of NCCL and of CUDA's
 # libraries (their folders in BONFIRE_CUDA_HEADERS), and LibTorch's CUDA part. No GPU is needed. Where something is missing,
-# one line says what.
+# one line says what. Attention by cuDNN's graphs needs headers of its own: BONFIRE_CUDNN_HEADERS, empty where they are missing.
+set(BONFIRE_CUDNN_FRONTEND "" CACHE PATH "Folder of the headers of cuDNN's frontend; empty: fetched into the cache")
 set(BONFIRE_CUDA_MAJOR 13)
 set(BONFIRE_CUDA_FOUND FALSE)
 
@@ -50,4 +51,23 @@ else()
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)
   set(BONFIRE_CUDA_FOUND TRUE)
+
+  set(BONFIRE_CUDNN_HEADERS "")
+  set(frontend "${BONFIRE_CUDNN_FRONTEND}")
+  set(said "no cudnn_frontend.h in ${frontend}")
+  find_path(BONFIRE_INCLUDE_cudnn cudnn.h HINTS "${toolkit}/include" "${toolkit}/targets/x86_64-linux/include" ${wheels})
+  if(NOT BONFIRE_INCLUDE_cudnn)
+    set(said "no cudnn.h in CUDA's folder, the system's or LibTorch's (WITH_CUDA=1 setup/libtorch.sh fetches it)")
+  elseif(NOT frontend)
+    execute_process(COMMAND "${PROJECT_SOURCE_DIR}/setup/cudnn_frontend.sh"
+      OUTPUT_VARIABLE frontend OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_VARIABLE said)
+    string(STRIP "${said}" said)
+    string(REGEX REPLACE ".*\n" "" said "${said}")  # pip's last word
+    set(said "setup/cudnn_frontend.sh could not fetch the headers of cuDNN's frontend: ${said}")
+  endif()
+  if(BONFIRE_INCLUDE_cudnn AND EXISTS "${frontend}/cudnn_frontend.h")
+    set(BONFIRE_CUDNN_HEADERS ${BONFIRE_INCLUDE_cudnn} ${frontend})
+  else()
+    message(STATUS "Attention on GPUs is torch's own, not packed: ${said}")
+  endif()
 endif()

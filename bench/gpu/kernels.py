@@ -78,8 +78,8 @@ def measure(table, model, ours):
         cosine = torch.rand(shape["sequence"], size // 2, device="cuda")
         table.moves(model, "split_qkv_ (rotation in place)", [(shape["batch"], shape["sequence"], packed)],
                     lambda qkv: ours.split_qkv_(qkv, cosine, cosine, heads, kv), moved * 2 * (heads + kv) * size)
-        table.moves(model, "merge_qkv (rotation back)", [(shape["batch"], shape["sequence"], n, size) for n in (heads, kv, kv)],
-                    lambda q, k, v: ours.merge_qkv(*(t.transpose(1, 2) for t in (q, k, v)), cosine, cosine), moved * 2 * packed)
+        table.moves(model, "turn_back_qkv_ (rotation back)", [(shape["batch"], shape["sequence"], packed)],
+                    lambda qkv: ours.turn_back_qkv_(qkv, cosine, cosine, heads, kv), moved * 2 * (heads + kv) * size)
         table.moves(model, "swiglu", [(rows, wide)], ours.swiglu, moved * 3 * ffn)
         table.moves(model, "swiglu_backward_ and swiglu again", [(rows, ffn), (rows, wide)], ours.swiglu_backward_, moved * 6 * ffn)
     else:
@@ -89,8 +89,8 @@ def measure(table, model, ours):
         table.moves(model, "gelu", [(rows, ffn)], ours.gelu, moved * 2 * ffn)
         table.moves(model, "gelu_backward_ and gelu again, sums", [(rows, ffn)] * 2, ours.gelu_backward_, moved * 4 * ffn)
         table.moves(model, "column_sums", [(rows, packed)], ours.column_sums, moved * packed)
-        table.moves(model, "merge_qkv_sums", [(shape["batch"], shape["sequence"], n, size) for n in (heads, kv, kv)],
-                    lambda q, k, v: ours.merge_qkv_sums(*(t.transpose(1, 2) for t in (q, k, v))), moved * 2 * packed)
+        table.moves(model, "packed_attention_sums", [(shape["batch"], shape["sequence"], n) for n in (packed, dim)],
+                    lambda d_qkv, d_out: ours.packed_attention_sums(d_qkv, d_out, heads, kv), moved * 2 * dim)
     target = torch.randint(vocab, (8192,), device="cuda")
     table.moves(model, "cross_entropy_, 8192 rows", [(8192, vocab)], lambda x: ours.cross_entropy_(x, target, -100), 8192 * vocab * 4, 2)
     history = torch.ones(16, device="cuda")
@@ -128,16 +128,12 @@ def measure(table, model, ours):
     table.multiplies(model, "head: weight's gradient, fp32", [lambda: ours.product_into_(buffer, y.t(), x, False)] * 2, flops)
     del x, w, y, buffer
 
-    q, k, v = (random(shape["batch"], shape["sequence"], n, size).transpose(1, 2) for n in (heads, kv, kv))
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    qkv, d_out = (random(shape["batch"], shape["sequence"], n) for n in (packed, dim))
     flops = shape["batch"] * heads * shape["sequence"]**2 * size * 2  # two products, causal
-    table.multiplies(model, "attention: forward", [lambda: attend(q, k, v, None, True, 0.0, True)] * 3, flops)
-    out = attend(q, k, v, None, True, 0.0, True)
-    d_out = torch.randn_like(out[0])
+    table.multiplies(model, "attention: forward", [lambda: ours.packed_attention(qkv, heads, kv, True)] * 3, flops)
+    out, log_sums = ours.packed_attention(qkv, heads, kv, True)
     table.multiplies(model, "attention: backward",
-                     [lambda: torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                         d_out, q, k, v, out[0], out[1], out[6], out[7], None, None, None, shape["sequence"], shape["sequence"],
-                         0.0, True)] * 3, 2.5 * flops)
+                     [lambda: ours.packed_attention_backward(d_out, qkv, out, log_sums, heads, kv, True)] * 3, 2.5 * flops)
     return limits(table, model, rows, head_rows)
 
 
@@ -152,7 +148,7 @@ def limits(table, model, rows, head_rows):
     in_blocks = layers * (packed * dim + dim * dim + (3 if llama else 2) * dim * ffn)
     parameters = in_blocks + (2 if llama else 1) * vocab * dim
     optimizer = parameters * 34 / BANDWIDTH  # four of fp32 read, three and a bf16 copy written; gradients read once more for their norm
-    columns = layers * ((2 * 2 + 2 * 4) * dim + (8 if llama else 5) * ffn + (2 * (packed - kv * dim // heads) + 2 * packed if llama else 2 * packed))
+    columns = layers * ((2 * 2 + 2 * 4) * dim + (8 if llama else 5) * ffn + (4 * (packed - kv * dim // heads) if llama else 2 * dim))
     rest = rows * 2 * (columns + 2 * vocab) / BANDWIDTH
     return {"library_ms": library * 1e3, "optimizer_ms": optimizer * 1e3, "rest_ms": rest * 1e3,
             "limit_ms": (library + optimizer) * 1e3, "limit_with_rest_ms": (library + optimizer + rest) * 1e3}

@@ -26,7 +26,7 @@ struct Columns {
   const T* x;
   T *d_out, *result;
   compute_t<T>* parts;
-  std::int64_t rows, columns, rows_of_part;
+  std::int64_t rows, columns, stride, rows_of_part;
   HeadsMemory q, k, v;  // of a merge
   std::int64_t sequence, head_dim;
 };
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(lanes* groups, 2) columns_kernel(Columns<T> a)
         const std::int64_t position = row - batch * a.sequence;
         return read_once<T, width>(from + batch * part.stride_batch + position * part.stride_sequence, 0);
       } else {
-        return pack_at<T, width>(a.x + row * a.columns, pack);
+        return pack_at<T, width>(a.x + row * a.stride, pack);
       }
     };
     const auto work = [&](std::int64_t row, const Pack<T, width>& x, const Pack<T, width>& d) {
@@ -124,6 +124,7 @@ void run_pass(const ColumnsMemory& memory, const QkvMemory& qkv, cudaStream_t st
                        static_cast<C*>(memory.parts),
                        memory.rows,
                        memory.columns,
+                       memory.stride,
                        (memory.rows + parts - 1) / parts,
                        qkv.parts[0],
                        qkv.parts[1],
@@ -137,7 +138,7 @@ void run_pass(const ColumnsMemory& memory, const QkvMemory& qkv, cudaStream_t st
       columns_kernel<T, width, pass><<<grid, dim3(lanes, groups), 0, stream>>>(a);
     };
     constexpr int wide = full_width<T>;
-    bool packed = memory.columns % wide == 0 && aligned({memory.x, memory.d_out, memory.result}, 16);
+    bool packed = memory.columns % wide == 0 && memory.stride % wide == 0 && aligned({memory.x, memory.d_out, memory.result}, 16);
     if constexpr (pass == Pass::merge) {
       packed = packed && qkv.head_dim % wide == 0;
       for (const HeadsMemory& part : qkv.parts)

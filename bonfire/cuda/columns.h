@@ -7,7 +7,7 @@
 
 namespace bonfire::cuda {
 
-// Passes over [rows, columns], contiguous, that also sum over the rows. Sums are f64 for f64 elements, otherwise f32.
+// Passes over [rows, columns], contiguous (only launch_column_sums knows gaps between rows), that also sum over the rows. Sums are f64 for f64 elements, otherwise f32.
 struct ColumnsMemory {
   const void* x = nullptr;
   void* d_out = nullptr;  // of gelu's backward: the gradient of gelu(x), which gelu(x) replaces where `again`
@@ -16,6 +16,7 @@ struct ColumnsMemory {
   void* sums = nullptr;    // [columns]
   void* parts = nullptr;   // scratch: most_column_parts rows of `columns` sums
   std::int64_t rows = 0, columns = 0;
+  std::int64_t stride = 0;  // from row to row of x
   Element type = Element::f32;
 };
 std::int64_t most_column_parts(std::int64_t rows, std::int64_t columns);

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/sort.h>
+#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -211,6 +212,11 @@ Tensor merge_qkv_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const O
   return qkv;
 }
 
+void turn_back_qkv_cuda(Tensor qkv, const Tensor& cosine, const Tensor& sine, std::int64_t heads, std::int64_t kv_heads) {
+  require(qkv.is_contiguous(), "turn_back_qkv_: the packed tensor has gaps; allowed: contiguous memory");
+  launch(qkv, launch_merge_qkv, qkv_memory(qkv, views_of(qkv, heads, kv_heads), angles(cosine, qkv), angles(sine, qkv)));
+}
+
 // Activations.
 
 Tensor swiglu_cuda(const Tensor& given) {
@@ -281,6 +287,7 @@ ColumnsMemory columns_memory(const Tensor& x, const Tensor& sums, const Tensor& 
           .parts = parts.data_ptr(),
           .rows = x.size(-1) ? x.numel() / x.size(-1) : 0,
           .columns = x.size(-1),
+          .stride = x.size(-1),
           .type = element_of(x)};
 }
 
@@ -308,6 +315,29 @@ TwoTensors merge_qkv_sums_cuda(const Tensor& q, const Tensor& k, const Tensor& v
   memory.result = qkv.data_ptr();
   launch(qkv, launch_merge_qkv_sums, qkv_memory(qkv, parts, {}, {}), memory);
   return {qkv, sums};
+}
+
+// Of the first columns of x, as many as there are sums.
+void sum_columns_into(const Tensor& sums, const Tensor& x) {
+  const Tensor first = x.narrow(-1, 0, sums.numel());
+  const auto room = room_for_sums(first);
+  ColumnsMemory memory = columns_memory(first, sums, room.parts);
+  memory.stride = x.size(-1);
+  launch(x, launch_column_sums, memory);
+}
+
+Tensor packed_attention_sums_cuda(const Tensor& d_qkv, const Tensor& given, std::int64_t heads, std::int64_t kv_heads) {
+  require(d_qkv.is_contiguous(), "packed_attention_sums: the gradient has gaps; allowed: contiguous memory");
+  const Tensor d_out = given.contiguous();
+  const std::int64_t size = d_qkv.size(2) / (heads + 2 * kv_heads), query = heads * size, key = kv_heads * size;
+  Tensor sums = at::zeros({d_qkv.size(2)}, d_qkv.options().dtype(wide_type(d_qkv)));
+  sum_columns_into(sums.narrow(0, 0, query), d_qkv);
+  const Tensor of_values = sums.narrow(0, query + key, key);
+  if (heads == kv_heads)
+    sum_columns_into(of_values, d_out);
+  else
+    of_values.copy_(column_sums_cuda(d_out).view({kv_heads, -1, size}).sum(1).flatten());
+  return sums;
 }
 
 TwoTensors gelu_gradient_and_sums(const Tensor& d_out, const Tensor& given_x, bool again) {
@@ -408,7 +438,9 @@ TORCH_LIBRARY_IMPL(bonfire, CUDA, m) {
   m.impl("split_qkv", split_qkv_cuda);
   m.impl("split_qkv_", split_qkv_in_place_cuda);
   m.impl("merge_qkv", merge_qkv_cuda);
+  m.impl("turn_back_qkv_", turn_back_qkv_cuda);
   m.impl("merge_qkv_sums", merge_qkv_sums_cuda);
+  m.impl("packed_attention_sums", packed_attention_sums_cuda);
   m.impl("swiglu", swiglu_cuda);
   m.impl("swiglu_backward", swiglu_backward_cuda);
   m.impl("gelu", gelu_cuda);

@@ -54,8 +54,22 @@ TORCH_LIBRARY(bonfire, m) {
   // May turn them where they are: then the three are views of qkv.
   m.def("split_qkv_(Tensor(a!) qkv, Tensor? cosine, Tensor? sine, int heads, int kv_heads) -> (Tensor, Tensor, Tensor)");
   m.def("merge_qkv(Tensor q, Tensor k, Tensor v, Tensor? cosine, Tensor? sine) -> Tensor");
+  // What split_qkv_ turned where it lies, turned back there.
+  m.def("turn_back_qkv_(Tensor(a!) qkv, Tensor cosine, Tensor sine, int heads, int kv_heads) -> ()");
   // Where nothing turns, and with the column sums of what comes back.
   m.def("merge_qkv_sums(Tensor q, Tensor k, Tensor v) -> (Tensor qkv, Tensor sums)");
+
+  // Attention of q, k and v where they lie in the packed tensor, turned already; its result is [batch, sequence, heads *
+  // head_dim], the gradient as packed as qkv. Only for what the device says that it takes. `log_sums` [batch, heads,
+  // sequence, 1] goes from forward to backward.
+  m.def("takes_packed_attention(Tensor qkv, int heads, int kv_heads, bool causal) -> bool");
+  m.def("packed_attention(Tensor qkv, int heads, int kv_heads, bool causal) -> (Tensor out, Tensor log_sums)");
+  m.def(
+      "packed_attention_backward(Tensor d_out, Tensor qkv, Tensor out, Tensor log_sums, int heads, int kv_heads, bool "
+      "causal) -> Tensor");
+  // Sums of the packed gradient over its rows, where nothing was turned. Those of keys are zero, since softmax does not see
+  // what is added to all keys alike, and those of values are d_out's, since the weights of a row sum to one.
+  m.def("packed_attention_sums(Tensor d_qkv, Tensor d_out, int heads, int kv_heads) -> Tensor");
 
   m.def("swiglu(Tensor gate_up) -> Tensor");
   m.def("swiglu_backward(Tensor d_out, Tensor gate_up) -> Tensor");

@@ -162,6 +162,12 @@ ThreeTensors split_in_place_composite(Tensor qkv, const OptionalTensor& cosine, 
   return split_composite(qkv, cosine, sine, heads, kv_heads);
 }
 
+void turn_back_composite(Tensor qkv, const Tensor& cosine, const Tensor& sine, std::int64_t heads, std::int64_t kv_heads) {
+  const Tensor turned = qkv.narrow(2, 0, qkv.size(2) / (heads + 2 * kv_heads) * (heads + kv_heads));
+  const Tensor parts = turned.view({qkv.size(0), qkv.size(1), heads + kv_heads, -1}).transpose(1, 2);
+  turned.copy_(rotate_composite(parts, cosine, sine, -1).transpose(1, 2).flatten(2));
+}
+
 OptionalTensor optional(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 
 struct SplitNode : BackwardNode {
@@ -201,7 +207,7 @@ RotaryTable rotary_table(const RotaryShape& shape, const at::TensorOptions& opti
   return {cosine.to(options), sine.to(options)};
 }
 
-ThreeTensors split_qkv(const Tensor& qkv, const QkvLayout& layout) {
+void require_packed(const Tensor& qkv, const QkvLayout& layout) {
   const std::int64_t heads = layout.heads + 2 * layout.kv_heads;
   require(qkv.dim() == 3 && qkv.size(2) % heads == 0,
           "split_qkv: the last of {} dimensions is {}; allowed: [batch, sequence, {} heads of one size]", qkv.dim(),
@@ -209,6 +215,10 @@ ThreeTensors split_qkv(const Tensor& qkv, const QkvLayout& layout) {
   if (layout.rotary.cosine.defined())
     require(qkv.size(1) <= layout.rotary.cosine.size(0), "the sequence has {} tokens; the model knows {} positions",
             qkv.size(1), layout.rotary.cosine.size(0));
+}
+
+ThreeTensors split_qkv(const Tensor& qkv, const QkvLayout& layout) {
+  require_packed(qkv, layout);
   auto node = make_node<SplitNode>(qkv);
   ThreeTensors out;
   {
@@ -238,6 +248,7 @@ TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
   m.impl("split_qkv", split_composite);
   m.impl("split_qkv_", split_in_place_composite);
   m.impl("merge_qkv", merge_composite);
+  m.impl("turn_back_qkv_", turn_back_composite);
   m.impl("merge_qkv_sums", merge_sums_composite);
 }
 

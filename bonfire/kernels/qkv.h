@@ -29,6 +29,9 @@ struct QkvLayout {
   bool in_place = false;  // whether the packed product may be overwritten; nobody else reads it then
 };
 
+// Fails unless qkv is a packed product of that layout, of no more positions than the table has.
+void require_packed(const at::Tensor& qkv, const QkvLayout& layout);
+
 // Cuts the packed product [batch, sequence, (heads + 2 kv_heads) * head_dim] into q, k and v, each [batch, its heads,
 // sequence, head_dim] (on the CPU contiguous), and rotates q and k in the half-rotation order of Hugging Face: element i
 // turns with element i + head_dim / 2. Backward turns back and packs in one pass.

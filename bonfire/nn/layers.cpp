@@ -1,12 +1,12 @@
 #include "bonfire/nn/layers.h"
 
 #include "bonfire/kernels/activation.h"
-#include "bonfire/kernels/attention.h"
 #include "bonfire/kernels/cross_entropy.h"
 #include "bonfire/kernels/embedding.h"
 #include "bonfire/kernels/fp8.h"
 #include "bonfire/kernels/norm.h"
 #include "bonfire/kernels/product.h"
+#include "bonfire/kernels/self_attention.h"
 
 namespace bonfire::nn {
 
@@ -70,8 +70,7 @@ AttentionImpl::AttentionImpl(Linear qkv, Linear output, AttentionOptions options
 
 Tensor AttentionImpl::forward(const Norm& norm, const Tensor& x) {
   const auto [qkv, stream] = qkv_->after(*norm, x);
-  const auto [q, k, v] = bonfire::split_qkv(qkv, options_.layout);
-  const Tensor rows = bonfire::attention(q, k, v, {.causal = options_.causal});
+  const Tensor rows = bonfire::self_attention(qkv, options_.layout, {.causal = options_.causal});
   // Dropout lies between the product and the sum, so it keeps them apart.
   if (options_.dropout.active()) return options_.dropout(output_->forward(rows)).add(stream);
   return output_->forward(rows, stream);

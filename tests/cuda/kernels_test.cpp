@@ -14,6 +14,7 @@
 #include "bonfire/kernels/norm.h"
 #include "bonfire/kernels/product.h"
 #include "bonfire/kernels/qkv.h"
+#include "bonfire/kernels/self_attention.h"
 #include "tests/support/gpu_ranks.h"
 #include "tests/support/kernel_check.h"
 
@@ -27,6 +28,12 @@ using bonfire::testing::Tensors;
 using bonfire::testing::tolerance_of;
 
 const c10::Device gpu(c10::kCUDA, 0);
+
+#ifdef BONFIRE_PACKED_ATTENTION
+constexpr bool kPackedAttention = true;
+#else
+constexpr bool kPackedAttention = false;
+#endif
 
 class GpuKernels : public ::testing::TestWithParam<at::ScalarType> {
  protected:
@@ -160,19 +167,97 @@ TEST_P(GpuKernels, Attention) {
         }
 }
 
-// As a model has it: q, k and v are views of one packed tensor.
-TEST_P(GpuKernels, AttentionOfPackedQkv) {
+// As a model has it: q, k and v are parts of one packed tensor, turned or not, where they lie or elsewhere.
+Tensor reference_self_attention(const Tensor& qkv, const QkvLayout& layout, bool causal) {
+  const std::int64_t sequence = qkv.size(1), all = layout.heads + 2 * layout.kv_heads;
+  const Tensor parts = qkv.view({qkv.size(0), sequence, all, -1}).transpose(1, 2);
+  const auto turned = [&](const Tensor& x) {
+    if (!layout.rotary.cosine.defined()) return x;
+    const auto angles = [&](const Tensor& table) {
+      const Tensor half = table.cpu().to(at::kDouble).narrow(0, 0, sequence);
+      return at::cat({half, half}, 1);
+    };
+    const auto halves = x.chunk(2, -1);
+    return x * angles(layout.rotary.cosine) + at::cat({-halves[1], halves[0]}, -1) * angles(layout.rotary.sine);
+  };
+  return reference_attention(
+      {turned(parts.narrow(1, 0, layout.heads)), turned(parts.narrow(1, layout.heads, layout.kv_heads)),
+       parts.narrow(1, layout.heads + layout.kv_heads, layout.kv_heads)},
+      causal);
+}
+
+TEST_P(GpuKernels, SelfAttention) {
+  const auto options = at::TensorOptions(gpu).dtype(wide());
+  for (const auto& [heads, kv_heads] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {3, 3}, {4, 2}, {4, 1}})
+    for (const std::int64_t size : {6, 40, 64, 128})
+      for (const std::int64_t sequence : {1, 7, 64, 129})
+        for (const bool rotated : {false, true}) {
+          SCOPED_TRACE(::testing::Message() << kv_heads << " of " << heads << " heads, " << sequence << " tokens of " << size
+                                            << (rotated ? ", turned" : ""));
+          QkvLayout layout{.heads = heads, .kv_heads = kv_heads};
+          if (rotated) layout.rotary = rotary_table({.positions = 140, .head_dim = size}, options);
+          const bool causal = sequence != 7;
+          const Tensor qkv = at::randn({2, sequence, (heads + 2 * kv_heads) * size});
+          const auto reference = [&](const Tensors& t) { return Tensors{reference_self_attention(t[0], layout, causal)}; };
+          expect_follows([&](const Tensors& t) { return Tensors{self_attention(t[0], layout, {.causal = causal})}; },
+                         reference, {qkv}, check());
+          auto in_place = layout;
+          in_place.in_place = true;
+          expect_follows([&](const Tensors& t) { return Tensors{self_attention(t[0] * 1, in_place, {.causal = causal})}; },
+                         reference, {qkv}, check());
+        }
+}
+
+// As behind GPT-2's product, whose bias asks for the sums of the packed gradient.
+TEST_P(GpuKernels, SelfAttentionBehindABias) {
+  for (const auto& [heads, kv_heads] : {std::pair<std::int64_t, std::int64_t>{3, 3}, {4, 2}}) {
+    const QkvLayout layout{.heads = heads, .kv_heads = kv_heads, .in_place = true};
+    const std::int64_t columns = (heads + 2 * kv_heads) * 64;
+    expect_follows(
+        [&](const Tensors& t) { return Tensors{self_attention(linear(t[0], t[1], {.bias = t[2]}), layout, {})}; },
+        [&](const Tensors& t) { return Tensors{reference_self_attention(at::linear(t[0], t[1], t[2]), layout, true)}; },
+        {at::randn({2, 65, 48}), at::randn({columns, 48}) / 7, at::randn({columns})}, check());
+  }
+}
+
+TEST_P(GpuKernels, SelfAttentionOfMemoryThatIsNotAligned) {
+  if (!narrow() || !kPackedAttention) GTEST_SKIP() << "torch's kernels read no such memory";
+  const auto options = at::TensorOptions(gpu).dtype(GetParam());
+  const Tensor memory = at::randn({2 * 65 * 8 * 64 + 1}, options);
+  const Tensor shifted = memory.narrow(0, 1, memory.numel() - 1).view({2, 65, 8 * 64}).set_requires_grad(true);
+  const Tensor aligned = shifted.detach().clone().set_requires_grad(true);
   const QkvLayout layout{.heads = 4, .kv_heads = 2};
-  expect_follows(
-      [&](const Tensors& t) {
-        auto [q, k, v] = split_qkv(t[0], layout);
-        return Tensors{bonfire::attention(q, k, v, {})};
-      },
-      [](const Tensors& t) {
-        const Tensor all = t[0].view({2, 40, 8, 64}).transpose(1, 2);
-        return Tensors{reference_attention({all.narrow(1, 0, 4), all.narrow(1, 4, 2), all.narrow(1, 6, 2)}, true)};
-      },
-      {at::randn({2, 40, 8 * 64})}, check());
+  const Tensor first = self_attention(shifted, layout, {}), second = self_attention(aligned, layout, {});
+  EXPECT_TRUE(first.equal(second));
+  const Tensor weight = at::randn_like(first);
+  for (const Tensor& out : {first, second}) (out * weight).sum().backward();
+  EXPECT_LE((shifted.grad() - aligned.grad()).abs().max().item<double>(), tolerance_of(GetParam()));
+}
+
+// Not where it may not be, and then nothing that it reads changes; nor does it matter whether a gradient is wanted.
+TEST_P(GpuKernels, PackedAttentionIsTaken) {
+  using Takes = bool(const Tensor&, std::int64_t, std::int64_t, bool);
+  const auto takes = [&](std::int64_t batch, std::int64_t sequence, std::int64_t size) {
+    return c10::Dispatcher::singleton()
+        .findSchemaOrThrow("bonfire::takes_packed_attention", "")
+        .typed<Takes>()
+        .call(at::randn({batch, sequence, 8 * size}, at::TensorOptions(gpu).dtype(GetParam())), 4, 2, true);
+  };
+  EXPECT_EQ(takes(2, 130, 64), narrow() && kPackedAttention);
+  EXPECT_FALSE(takes(2, 130, 6));
+  EXPECT_FALSE(takes(2, 1, 64));
+  EXPECT_FALSE(takes(0, 8, 64));
+  at::globalContext().setDeterministicAlgorithms(true, false);
+  EXPECT_FALSE(takes(2, 130, 64));
+  at::globalContext().setDeterministicAlgorithms(false, false);
+
+  const QkvLayout layout{.heads = 4, .kv_heads = 2};
+  const Tensor qkv = at::randn({2, 130, 8 * 64}, at::TensorOptions(gpu).dtype(GetParam())).set_requires_grad(true),
+               before = qkv.detach().clone(), out = self_attention(qkv, layout, {});
+  out.sum().backward();
+  EXPECT_TRUE(qkv.detach().equal(before));
+  const double distance = (self_attention(before, layout, {}) - out.detach()).abs().max().item<double>();
+  EXPECT_LE(distance, tolerance_of(GetParam()));
 }
 
 TEST_P(GpuKernels, Linear) {

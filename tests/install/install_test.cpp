@@ -2,6 +2,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <regex>
 #include <sstream>
 #include <string>
 
@@ -115,6 +116,23 @@ TEST(Setup, UsesTheLibTorchThatIsNamedOrInTheCache) {
   const auto cached =
       run_shell(fmt::format("unset LIBTORCH; BONFIRE_CACHE='{}' '{}/setup/libtorch.sh'", cache / "", BONFIRE_SOURCE_DIR));
   EXPECT_EQ(fs::path(cached.output).lexically_normal(), fs::path(home + "\n").lexically_normal());
+}
+
+TEST(Setup, UsesTheFrontendInTheCache) {
+  const auto script = fmt::format("'{}/setup/cudnn_frontend.sh'", BONFIRE_SOURCE_DIR);
+  const Folder cache;
+  // Without it there is one to fetch, which is refused here; then it is found.
+  const auto missing = run_shell(fmt::format("BONFIRE_CACHE='{}' PIP_NO_INDEX=1 {}", cache / "", script));
+  EXPECT_NE(missing.code, 0);
+  std::smatch version;
+  ASSERT_TRUE(std::regex_search(missing.output, version, std::regex("nvidia-cudnn-frontend==([0-9.]+)"))) << missing.output;
+  const std::string home = cache / ("cudnn-frontend-" + version[1].str());
+  EXPECT_FALSE(fs::exists(home));
+  fs::create_directories(home);
+  std::ofstream(home + "/complete");
+  const auto cached = run_shell(fmt::format("BONFIRE_CACHE='{}' PIP_NO_INDEX=1 {}", cache / "", script));
+  EXPECT_EQ(cached.code, 0);
+  EXPECT_EQ(fs::path(cached.output).lexically_normal(), fs::path(home + "/include\n").lexically_normal());
 }
 
 TEST(Setup, RefusesAPartItDoesNotKnow) {

@@ -96,6 +96,11 @@ TEST(Composite, Qkv) {
     expect_close(composite<Merge>("bonfire::merge_qkv", q, k, v, cosine, sine), qkv);
     expect_close(kernel<Merge>("bonfire::merge_qkv", q, k, v, cosine, sine), qkv);
   }
+  using TurnBack = void(Tensor, const Tensor&, const Tensor&, std::int64_t, std::int64_t);
+  const auto [q, k, v] = kernel<Split>("bonfire::split_qkv", qkv, angle.cos(), angle.sin(), 4, 2);
+  const Tensor turned = kernel<Merge>("bonfire::merge_qkv", q, k, v, std::nullopt, std::nullopt);
+  composite<TurnBack>("bonfire::turn_back_qkv_", turned, angle.cos(), angle.sin(), 4, 2);
+  expect_close(turned, qkv);
 }
 
 TEST(Composite, Activations) {

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/kernels/activation.h"
@@ -13,6 +14,7 @@
 #include "bonfire/kernels/norm.h"
 #include "bonfire/kernels/product.h"
 #include "bonfire/kernels/qkv.h"
+#include "bonfire/kernels/self_attention.h"
 #include "tests/support/kernel_check.h"
 
 // Each kernel, forward and backward, against the same function of torch's operators in double.
@@ -160,6 +162,39 @@ TEST_P(Kernels, SplitQkv) {
     };
     expect_equal(ours, reference, {at::randn({2, 9, 48})}, GetParam());
   }
+}
+
+TEST_P(Kernels, SelfAttentionIsThatOfTheThreeApart) {
+  const auto type = GetParam() == at::kDouble ? at::kDouble : at::kFloat;
+  QkvLayout layout{.heads = 4, .kv_heads = 2};
+  layout.rotary = rotary_table({.positions = 11, .head_dim = 6}, at::TensorOptions(type));
+  const Tensor first = at::randn({2, 9, 48}).to(GetParam()).set_requires_grad(true),
+               second = first.detach().clone().set_requires_grad(true);
+  const auto [q, k, v] = split_qkv(first, layout);
+  const Tensor apart = bonfire::attention(q, k, v, {}), together = self_attention(second, layout, {});
+  EXPECT_TRUE(together.equal(apart));
+  const Tensor weight = at::randn_like(apart);
+  (apart * weight).sum().backward();
+  (together * weight).sum().backward();
+  EXPECT_TRUE(second.grad().equal(first.grad()));
+  EXPECT_THROW(self_attention(first.detach().narrow(2, 0, 47), layout, {}), Error);
+}
+
+// What an operator takes from the outside of attention's gradient is what its rows sum to.
+TEST(SelfAttention, SumsOfItsGradient) {
+  using Sums = Tensor(const Tensor&, const Tensor&, std::int64_t, std::int64_t);
+  for (const std::int64_t kv_heads : {1, 2, 4})
+    for (const bool causal : {true, false}) {
+      const Tensor qkv = at::randn({3, 9, (4 + 2 * kv_heads) * 6}, at::kDouble).set_requires_grad(true);
+      const Tensor out = self_attention(qkv, {.heads = 4, .kv_heads = kv_heads}, {.causal = causal});
+      const Tensor d_out = at::randn_like(out);
+      out.backward(d_out);
+      const Tensor sums = c10::Dispatcher::singleton()
+                              .findSchemaOrThrow("bonfire::packed_attention_sums", "")
+                              .typed<Sums>()
+                              .call(qkv.grad(), d_out, 4, kv_heads);
+      EXPECT_TRUE(at::allclose(sums, qkv.grad().flatten(0, 1).sum(0), 1e-12, 1e-12));
+    }
 }
 
 TEST_P(Kernels, Attention) {

@@ -1,0 +1,94 @@
+#include "bonfire/kernels/self_attention.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
+
+#include "bonfire/kernels/known_sums.h"
+#include "bonfire/kernels/operator.h"
+#include "bonfire/kernels/product.h"
+
+namespace bonfire {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+using Takes = bool(const Tensor&, std::int64_t, std::int64_t, bool);
+using Forward = std::tuple<Tensor, Tensor>(const Tensor&, std::int64_t, std::int64_t, bool);
+using Backward = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, std::int64_t, std::int64_t, bool);
+using Sums = Tensor(const Tensor&, const Tensor&, std::int64_t, std::int64_t);
+using Turn = std::tuple<Tensor, Tensor, Tensor>(Tensor, const OptionalTensor&, const OptionalTensor&, std::int64_t,
+                                                std::int64_t);
+using TurnBack = void(Tensor, const Tensor&, const Tensor&, std::int64_t, std::int64_t);
+
+struct SelfAttentionNode : BackwardNode {
+  QkvLayout layout;
+  bool causal = true;
+  std::shared_ptr<KnownSums> wanted;
+
+  torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
+    const Tensor d_qkv = BONFIRE_OPERATOR("bonfire::packed_attention_backward", Backward)
+                             .call(gradients[0], saved(0), saved(1), saved(2), layout.heads, layout.kv_heads, causal);
+    const auto& [cosine, sine] = layout.rotary;
+    if (cosine.defined())
+      BONFIRE_OPERATOR("bonfire::turn_back_qkv_", TurnBack).call(d_qkv, cosine, sine, layout.heads, layout.kv_heads);
+    else if (wanted)
+      *wanted = {.gradient = d_qkv,
+                 .sums = BONFIRE_OPERATOR("bonfire::packed_attention_sums", Sums)
+                             .call(d_qkv, gradients[0], layout.heads, layout.kv_heads)};
+    return {d_qkv};
+  }
+};
+
+// A device without kernels for it.
+bool takes_nothing(const Tensor& qkv, std::int64_t heads, std::int64_t kv_heads, bool causal) { return false; }
+
+Tensor sums_composite(const Tensor& d_qkv, const Tensor& d_out, std::int64_t heads, std::int64_t kv_heads) {
+  const std::int64_t size = d_qkv.size(2) / (heads + 2 * kv_heads);
+  const Tensor of_values = column_sums(d_out.flatten(0, 1)).view({kv_heads, -1, size}).sum(1).flatten();
+  return at::cat({column_sums(d_qkv.narrow(2, 0, heads * size).flatten(0, 1)), at::zeros_like(of_values), of_values});
+}
+
+// The packed tensor, q and k turned.
+Tensor turned(const Tensor& qkv, const QkvLayout& layout) {
+  const Tensor packed = qkv.contiguous();
+  const auto& [cosine, sine] = layout.rotary;
+  if (!cosine.defined()) return packed;
+  const Tensor own = layout.in_place || !packed.is_same(qkv) ? packed : packed.clone();
+  BONFIRE_OPERATOR("bonfire::split_qkv_", Turn).call(own, cosine, sine, layout.heads, layout.kv_heads);
+  return own;
+}
+
+}  // namespace
+
+Tensor self_attention(const Tensor& qkv, const QkvLayout& layout, const AttentionShape& shape) {
+  require_packed(qkv, layout);
+  if (!BONFIRE_OPERATOR("bonfire::takes_packed_attention", Takes).call(qkv, layout.heads, layout.kv_heads, shape.causal)) {
+    const auto [q, k, v] = split_qkv(qkv, layout);
+    return attention(q, k, v, shape);
+  }
+  auto node = make_node<SelfAttentionNode>(qkv);
+  Tensor packed, out, log_sums;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    packed = turned(qkv, layout);
+    std::tie(out, log_sums) =
+        BONFIRE_OPERATOR("bonfire::packed_attention", Forward).call(packed, layout.heads, layout.kv_heads, shape.causal);
+  }
+  if (!node) return out;
+  node->layout = layout;
+  node->causal = shape.causal;
+  node->wanted = sums_wanted(qkv);
+  for (const Tensor& tensor : {packed, out.tensor_data(), log_sums}) node->save(tensor);
+  torch::autograd::set_history(out, node);
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
+  m.impl("takes_packed_attention", takes_nothing);
+  m.impl("packed_attention_sums", sums_composite);
+}
+
+}  // namespace bonfire
