@@ -1,14 +1,19 @@
-// CUDA's side of the products that bonfire/kernels/product.cpp declares: one call of cuBLASLt each, which adds bias and
-// residual or what the output holds already, and writes fp32 from narrower inputs.
+// CUDA's side of the products that bonfire/kernels declares: one call of cuBLASLt each, which adds bias and residual or what
+// the output holds already, and writes fp32 from narrower inputs; with an activation at their edge, one kernel of ours.
+#include <cstdint>
 #include <optional>
+#include <tuple>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include "bonfire/cuda/activated_product.h"
 #include "bonfire/cuda/matmul.h"
 
 namespace bonfire::cuda {
@@ -46,7 +51,76 @@ void product_into_cuda(Tensor out, const Tensor& a, const Tensor& b, bool accumu
     out.copy_(at::mm(a, b));
 }
 
+// As the copies of tiles need it: bf16 by rows, beginning at a multiple of 16 bytes.
+bool suits_copies(const Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 && x.is_contiguous() &&
+         reinterpret_cast<std::uintptr_t>(x.const_data_ptr()) % 16 == 0;
+}
+
+Edge edge_of(bool gated) { return gated ? Edge::swiglu : Edge::gelu; }
+
+bool takes_activated_product_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool gated) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  return suits_copies(x) && suits_copies(weight) && (!bias || (!gated && suits_copies(*bias))) &&
+         suits_hopper(
+             {.edge = edge_of(gated), .rows = x.size(0), .columns = weight.size(0) / (gated ? 2 : 1), .inner = x.size(1)});
+}
+
+std::tuple<Tensor, Tensor> activated_product_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                                  bool gated) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const std::int64_t rows = x.size(0), columns = weight.size(0) / (gated ? 2 : 1);
+  Tensor wide = at::empty({rows, weight.size(0)}, x.options()), active = at::empty({rows, columns}, x.options());
+  launch_activated_product({.edge = edge_of(gated),
+                            .x = x.const_data_ptr(),
+                            .weight = weight.const_data_ptr(),
+                            .bias = bias ? bias->const_data_ptr() : nullptr,
+                            .wide = wide.data_ptr(),
+                            .active = active.data_ptr(),
+                            .rows = rows,
+                            .columns = columns,
+                            .inner = x.size(1)},
+                           c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return {wide, active};
+}
+
+bool takes_activated_product_backward_cuda(const Tensor& dy, const Tensor& weight, const Tensor& wide, bool gated) {
+  const c10::cuda::CUDAGuard guard(dy.device());
+  return suits_copies(dy) && suits_copies(weight) && suits_copies(wide) &&
+         suits_hopper({.edge = edge_of(gated), .rows = dy.size(0), .columns = weight.size(1), .inner = dy.size(1)});
+}
+
+std::tuple<Tensor, Tensor, Tensor> activated_product_backward_cuda(const Tensor& dy, const Tensor& weight,
+                                                                   const Tensor& wide, bool gated, bool again) {
+  const c10::cuda::CUDAGuard guard(dy.device());
+  const std::int64_t rows = dy.size(0), columns = weight.size(1);
+  const auto numbers = dy.options().dtype(at::kFloat);
+  Tensor d_wide = at::empty(wide.sizes(), wide.options());
+  Tensor active = again ? at::empty({rows, columns}, dy.options()) : at::empty({0}, dy.options());
+  Tensor sums = at::empty({gated ? 0 : columns}, numbers), parts;
+  if (!gated) parts = at::empty({sum_parts_of(rows), columns}, numbers);
+  launch_activation_gradient({.edge = edge_of(gated),
+                              .dy = dy.const_data_ptr(),
+                              .weight = weight.const_data_ptr(),
+                              .wide = wide.const_data_ptr(),
+                              .d_wide = d_wide.data_ptr(),
+                              .active = again ? active.data_ptr() : nullptr,
+                              .sums = gated ? nullptr : sums.data_ptr<float>(),
+                              .parts = gated ? nullptr : parts.data_ptr<float>(),
+                              .rows = rows,
+                              .columns = columns,
+                              .inner = dy.size(1)},
+                             c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return {d_wide, active, sums};
+}
+
 TORCH_LIBRARY_IMPL(bonfire, CUDA, m) {
+  m.impl("takes_activated_product", takes_activated_product_cuda);
+  m.impl("activated_product", activated_product_cuda);
+  m.impl("takes_activated_product_backward", takes_activated_product_backward_cuda);
+  m.impl("activated_product_backward", activated_product_backward_cuda);
   m.impl("product", product_cuda);
   m.impl("product_into_", product_into_cuda);
 }

@@ -7,6 +7,7 @@
 #include <ATen/ops/full.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/kernels/activated_product.h"
 #include "bonfire/kernels/fp8.h"
 #include "bonfire/kernels/known_sums.h"
 #include "bonfire/kernels/quantized_activation.h"
@@ -66,7 +67,7 @@ Made make_product(const Tensor& x, const Tensor& weight, const Addends& addends,
 
 struct FusedNode : ProductNode {
   std::shared_ptr<GradientSink> weight_sink, bias_sink;
-  std::shared_ptr<KnownSums> wanted;  // of the gradient that it makes
+  std::shared_ptr<KnownSums> wanted;        // of the gradient that it makes
   std::shared_ptr<Fp8Product> fp8, reader;  // null: of products without fp8; of weights that are not in eight bits
   at::ScalarType bias_type = at::kFloat;
   bool with_bias = false;
@@ -184,6 +185,17 @@ struct ActivatedLinearNode : FusedNode {
            (!again || fp8->knows_input());
   }
 
+  // And the activation, where it is to be made again.
+  ActivatedProductGradient gradient_of_wide(const Gradient& dy, const Tensor& weight, const Tensor& wide, bool again) {
+    if (!reader)
+      if (auto made = activated_product_backward(activation,
+                                                 {.dy = dy.plain, .weight = weight, .wide = as_rows(wide), .again = again}))
+        return *made;
+    const Tensor d_activated = through(dy, weight).view(with_last(wide, weight.size(1)));
+    const auto d = (again ? activate_exchange : activate_backward)(activation, d_activated, wide);
+    return {.d = d, .active = again ? d_activated : Tensor()};
+  }
+
   variable_list backward(const variable_list& gradients) override {
     const Tensor wide = saved(0), weight = saved(1);
     const Gradient dy = gradient_of(gradients[0].reshape({-1, weight.size(0)}));
@@ -201,11 +213,10 @@ struct ActivatedLinearNode : FusedNode {
       wanted->gradient = out[0];
       wanted->eight = d.d_wide;
     } else if (task_should_compute_output(0)) {
-      const Tensor d_activated = through(dy, weight).view(with_last(wide, weight.size(1)));
-      const auto d = (again ? activate_exchange : activate_backward)(activation, d_activated, wide);
-      if (again) activated = d_activated;
-      out[0] = d.wide;
-      if (wanted && d.column_sums.defined()) *wanted = {.gradient = d.wide, .sums = d.column_sums};
+      const auto [d, made_again] = gradient_of_wide(dy, weight, wide, again);
+      activated = made_again;
+      out[0] = d.wide.view(wide.sizes());
+      if (wanted && d.column_sums.defined()) *wanted = {.gradient = out[0], .sums = d.column_sums};
     } else if (again) {
       activated = activate(activation, wide);
     }
@@ -235,8 +246,15 @@ NormedLinear normed_linear(const Tensor& given, const NormWeights& norm, const T
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     forward = norm_forward(x, norm.weight, norm.bias, norm.options.eps);
-    made = make_product(as_rows(forward.normed), weight, {.bias = options.bias},
-                        {.fp8 = options.fp8.get(), .keep = node && weight.requires_grad()});
+    const Tensor rows = as_rows(forward.normed);
+    if (options.activation && !options.fp8)
+      if (auto both = activated_product(*options.activation, rows, weight, options.bias)) {
+        made.out = both->wide;
+        out.active = both->active;
+      }
+    if (!made.out.defined())
+      made = make_product(rows, weight, {.bias = options.bias},
+                          {.fp8 = options.fp8.get(), .keep = node && weight.requires_grad()});
     out.out = made.out.view(with_last(x, weight.size(0)));
     out.stream = x.tensor_data();
   }
@@ -285,7 +303,7 @@ Tensor activated_linear(const Tensor& given, Activation activation, const Tensor
       made.out = how.fp8->forward(made.kept, weight, addends, wide.scalar_type());
       made.in_fp8 = true;
     } else {
-      active = activate(activation, wide);
+      active = options.active.defined() ? options.active : activate(activation, wide);
       made = make_product(as_rows(active), weight, addends, how);
     }
     out = made.out.view(with_last(wide, weight.size(0)));

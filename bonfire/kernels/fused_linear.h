@@ -21,8 +21,9 @@ struct NormWeights {
 };
 
 struct NormedLinear {
-  at::Tensor out;     // norm(x) weight^T + bias
-  at::Tensor stream;  // x, to go on with beside it
+  at::Tensor out;       // norm(x) weight^T + bias
+  at::Tensor stream;    // x, to go on with beside it
+  at::Tensor active{};  // the activation of `out`, where it was asked for and came with the product; outside autograd
 };
 // `options` has no residual.
 BONFIRE_API NormedLinear normed_linear(const at::Tensor& x, const NormWeights& norm, const at::Tensor& weight,

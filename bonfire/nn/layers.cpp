@@ -33,17 +33,19 @@ LinearOptions LinearImpl::options(const Tensor& residual) const {
 
 Tensor LinearImpl::forward(const Tensor& x, const Tensor& residual) { return bonfire::linear(x, weight, options(residual)); }
 
-NormedLinear LinearImpl::after(const NormImpl& norm, const Tensor& x) {
+NormedLinear LinearImpl::after(const NormImpl& norm, const Tensor& x, std::optional<Activation> next) {
   auto how = options();
+  how.activation = next;
   how.keep = keep_norm_;
   how.one_reader = true;
   return bonfire::normed_linear(x, norm.weights(), weight, how);
 }
 
-Tensor LinearImpl::after(Activation activation, const Tensor& wide, const Tensor& residual) {
+Tensor LinearImpl::after(Activation activation, const NormedLinear& before, const Tensor& residual) {
   auto how = options(residual);
+  how.active = before.active;
   how.keep = keep_activation_;
-  return bonfire::activated_linear(wide, activation, weight, how);
+  return bonfire::activated_linear(before.out, activation, weight, how);
 }
 
 Tensor LinearImpl::loss(const Tensor& x, const Tensor& target) {
@@ -69,7 +71,7 @@ AttentionImpl::AttentionImpl(Linear qkv, Linear output, AttentionOptions options
 }
 
 Tensor AttentionImpl::forward(const Norm& norm, const Tensor& x) {
-  const auto [qkv, stream] = qkv_->after(*norm, x);
+  const auto [qkv, stream, none] = qkv_->after(*norm, x);
   const Tensor rows = bonfire::self_attention(qkv, options_.layout, {.causal = options_.causal});
   // Dropout lies between the product and the sum, so it keeps them apart.
   if (options_.dropout.active()) return options_.dropout(output_->forward(rows)).add(stream);
@@ -83,9 +85,9 @@ FeedForwardImpl::FeedForwardImpl(Activation activation, Linear up, Linear down, 
 }
 
 Tensor FeedForwardImpl::forward(const Norm& norm, const Tensor& x) {
-  const auto [wide, stream] = norm ? up_->after(*norm, x) : NormedLinear{up_->forward(x), x};
-  if (dropout_.active()) return dropout_(down_->after(activation_, wide, {})).add(stream);
-  return down_->after(activation_, wide, stream);
+  const NormedLinear up = norm ? up_->after(*norm, x, activation_) : NormedLinear{up_->forward(x), x};
+  if (dropout_.active()) return dropout_(down_->after(activation_, up, {})).add(up.stream);
+  return down_->after(activation_, up, up.stream);
 }
 
 }  // namespace bonfire::nn

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -38,10 +39,11 @@ class BONFIRE_API LinearImpl : public WeightedImpl {
   at::Tensor forward(const at::Tensor& x, const at::Tensor& residual = {});
   // The mean cross-entropy of the result against class numbers, without a second copy of the result.
   at::Tensor loss(const at::Tensor& x, const at::Tensor& target);
-  // forward(norm(x)), for one reader, and x to go on with beside it; the norm is not kept for backward.
-  NormedLinear after(const NormImpl& norm, const at::Tensor& x);
-  // forward(activation(wide), residual); the activation is not kept for backward.
-  at::Tensor after(Activation activation, const at::Tensor& wide, const at::Tensor& residual);
+  // forward(norm(x)), for one reader, and x to go on with beside it; the norm is not kept for backward. Which activation
+  // comes next lets the product apply it at once, where the device can.
+  NormedLinear after(const NormImpl& norm, const at::Tensor& x, std::optional<Activation> next = {});
+  // forward(activation(before.out), residual); the activation is not kept for backward.
+  at::Tensor after(Activation activation, const NormedLinear& before, const at::Tensor& residual);
   // From now on its products are made in fp8; null: no longer.
   void set_fp8(std::shared_ptr<Fp8Product> fp8) { fp8_ = std::move(fp8); }
   const std::shared_ptr<Fp8Product>& fp8() const { return fp8_; }

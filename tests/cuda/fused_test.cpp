@@ -1,8 +1,11 @@
+#include <cmath>
+
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
 
 #include "bonfire/comm/device.h"
+#include "bonfire/kernels/activated_product.h"
 #include "bonfire/kernels/product.h"
 #include "bonfire/kernels/qkv.h"
 #include "tests/support/fp8_cases.h"
@@ -61,6 +64,76 @@ TEST_P(GpuFusedProducts, TryingProductsChangesNoBits) {
     EXPECT_TRUE(tried.equal(untried)) << rows << " x " << columns << " x " << depth;
     EXPECT_TRUE(tried.equal(again));
   }
+}
+
+// Tiles that stick out on every side, sums of one step and of many, on GPUs whose products take activations.
+struct ActivatedShape {
+  Activation activation;
+  std::int64_t rows, columns, inner;
+  bool biased = false;
+};
+class GpuActivatedProducts : public ::testing::TestWithParam<ActivatedShape> {
+ protected:
+  void SetUp() override {
+    BONFIRE_SKIP_WITHOUT_GPU();
+    if (gpu_info(0).major != 9) GTEST_SKIP() << "they are Hopper's";
+    at::manual_seed(5);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Shapes, GpuActivatedProducts,
+                         ::testing::Values(ActivatedShape{Activation::swiglu, 5000, 1088, 200},
+                                           ActivatedShape{Activation::swiglu, 16384, 192, 8},
+                                           ActivatedShape{Activation::swiglu, 4100, 704, 1600},
+                                           ActivatedShape{Activation::gelu, 8333, 1344, 136, true},
+                                           ActivatedShape{Activation::gelu, 20001, 704, 72},
+                                           ActivatedShape{Activation::gelu, 4100, 3072, 1600, true}));
+
+// Of elements that are each a sum of `inner` rounded products, rounded once.
+void expect_near(const Tensor& got, const Tensor& expected, const char* what) {
+  const Tensor off = (got.to(at::kDouble) - expected).abs();
+  const Tensor allowed = expected.abs() * 0x1p-7 + expected.abs().mean() * 0x1p-7;
+  EXPECT_LE((off / allowed).max().item<double>(), 1) << what;
+}
+
+TEST_P(GpuActivatedProducts, FollowDoublePrecision) {
+  const auto& [activation, rows, columns, inner, biased] = GetParam();
+  const auto options = at::TensorOptions(gpu).dtype(at::kBFloat16);
+  const std::int64_t width = activation == Activation::swiglu ? 2 * columns : columns;
+  const Tensor x = at::randn({rows, inner}, options), weight = at::randn({width, inner}, options) / std::sqrt(inner);
+  const Tensor bias = biased ? at::randn({width}, options) : Tensor();
+  const auto made = activated_product(activation, x, weight, bias);
+  ASSERT_TRUE(made);
+  const auto wide_of = [](const Tensor& t) { return t.to(at::kDouble); };
+  Tensor expected = at::mm(wide_of(x), wide_of(weight).t());
+  if (biased) expected += wide_of(bias);
+  expect_near(made->wide, expected, "wide");
+  EXPECT_TRUE(made->active.equal(activate(activation, made->wide)));
+
+  const Tensor dy = at::randn({rows, inner}, options), down = at::randn({inner, columns}, options) / std::sqrt(inner);
+  const auto once = activated_product_backward(activation, {.dy = dy, .weight = down, .wide = made->wide});
+  const auto again = activated_product_backward(activation, {.dy = dy, .weight = down, .wide = made->wide, .again = true});
+  ASSERT_TRUE(once && again);
+  EXPECT_TRUE(again->active.equal(made->active));
+  EXPECT_TRUE(again->d.wide.equal(once->d.wide));
+  const Tensor d_active = at::mm(wide_of(dy), wide_of(down));
+  const auto slope = activate_backward(activation, d_active, wide_of(made->wide));
+  expect_near(once->d.wide, slope.wide, "the gradient");
+  if (activation == Activation::gelu) {
+    const Tensor sums = wide_of(once->d.wide).sum(0), off = (wide_of(once->d.column_sums) - sums).abs();
+    EXPECT_LE(off.max().item<double>(), 1e-3) << "of sums up to " << sums.abs().max().item<double>();
+    EXPECT_TRUE(once->d.column_sums.equal(again->d.column_sums));
+  }
+}
+
+// What they do not take is made of its parts.
+TEST(GpuActivatedProducts, LeaveOthersAlone) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  const auto options = at::TensorOptions(gpu).dtype(at::kBFloat16);
+  const Tensor x = at::randn({16384, 256}, options), weight = at::randn({2048, 256}, options);
+  EXPECT_FALSE(activated_product(Activation::gelu, x.to(at::kHalf), weight.to(at::kHalf), {}));
+  EXPECT_FALSE(activated_product(Activation::gelu, x.narrow(0, 0, 64), weight, {}));
+  EXPECT_FALSE(activated_product(Activation::gelu, x.narrow(1, 0, 128), weight.narrow(1, 0, 128), {}));
+  EXPECT_FALSE(activated_product(Activation::gelu, x, weight.flatten().narrow(0, 1, 2040 * 256).view({2040, 256}), {}));
 }
 
 TEST(GpuFp8, QuantizedIsNear) {

@@ -241,7 +241,7 @@ TEST(Halves, OfOurLayersPutWeightsOffAndMakeEachProductOnce) {
                Weight(numbers({5}, 4))};
     ForwardGraph graph{.inputs = {leaf(numbers({3, 5}))}};
     const auto& [gain, up, up_bias, down, down_bias] = std::tie(weights[0], weights[1], weights[2], weights[3], weights[4]);
-    const auto [wide, stream] =
+    const auto [wide, stream, none] =
         normed_linear(graph.inputs[0], {.weight = gain.value, .options = {.weight_sink = gain.sink}}, up.value,
                       {.bias = up_bias.value, .weight_sink = up.sink, .bias_sink = up_bias.sink});
     const auto out = activated_linear(

@@ -52,10 +52,11 @@ struct Feed {
   }
 
   Tensors fused(const Tensors& t) const {
-    const auto [wide, stream] =
-        normed_linear(t[0], {.weight = t[1], .bias = centered ? t[2] : Tensor()}, t[3], options(t[4]));
-    auto down = options(t[6]);
+    auto up = options(t[4]), down = options(t[6]);
+    up.activation = activation;
+    const auto [wide, stream, active] = normed_linear(t[0], {.weight = t[1], .bias = centered ? t[2] : Tensor()}, t[3], up);
     down.residual = stream;
+    down.active = active;
     return {activated_linear(wide, activation, t[5], down) + unused(t)};
   }
   Tensors parts(const Tensors& t) const {

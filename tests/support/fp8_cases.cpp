@@ -215,8 +215,8 @@ void expect_fp8_products_near(const KernelCheck& check) {
         // The second time scales are known, and the activation is rounded where it is made.
         for (int repeat = 0; repeat < 3; ++repeat) {
           const Tensors t = on(check, inputs);
-          const auto [hidden, stream] = normed_linear(t[0], {.weight = t[1]}, t[3],
-                                                      {.fp8 = up, .keep = feed.keep, .one_reader = true});
+          const auto [hidden, stream, none] =
+              normed_linear(t[0], {.weight = t[1]}, t[3], {.fp8 = up, .keep = feed.keep, .one_reader = true});
           const Tensor got =
               activated_linear(hidden, feed.activation, t[5], {.residual = stream, .fp8 = down, .keep = feed.keep}) +
               feed.unused(t);

@@ -36,9 +36,9 @@ Tensors chain_inputs() {
 
 Tensors chain(const Tensors& t) {
   const Tensor first = bonfire::linear(t[0], t[1], {.bias = t[2]});
-  const auto [wide, stream] = normed_linear(first, {.weight = t[3], .bias = t[4]}, t[5], {.bias = t[6]});
+  const auto [wide, stream, none] = normed_linear(first, {.weight = t[3], .bias = t[4]}, t[5], {.bias = t[6]});
   const Tensor second = activated_linear(wide, Activation::gelu, t[7], {.bias = t[8], .residual = stream});
-  const auto [qkv, rest] = normed_linear(second, {.weight = t[9], .bias = t[10]}, t[11], {.bias = t[12]});
+  const auto [qkv, rest, nothing] = normed_linear(second, {.weight = t[9], .bias = t[10]}, t[11], {.bias = t[12]});
   const auto [q, k, v] = split_qkv(qkv, {.heads = 4, .kv_heads = 2});
   const Tensor third = bonfire::linear(rest, t[13], {.bias = t[14]});
   return {q, k, v, bonfire::layer_norm(third, t[3], t[4], {})};
