@@ -1,12 +1,15 @@
 #include "bonfire/cuda/activation.h"
 
 #include "bonfire/cuda/device.cuh"
+#include "bonfire/cuda/launch.cuh"
 
 namespace bonfire::cuda {
 namespace {
 
+// A thread works on one pack: many short blocks go faster than fewer long ones.
 constexpr int threads = 256;
-constexpr int rounds = 4;  // packs that a thread works on
+
+std::int64_t blocks_for(std::int64_t packs) { return (packs + threads - 1) / threads; }
 
 // One block works on a piece of a row, so that no thread has to divide.
 struct Pieces {
@@ -14,7 +17,7 @@ struct Pieces {
   int per_row;
 };
 Pieces pieces_of(std::int64_t rows, std::int64_t packs) {
-  const auto per_row = (packs + threads * rounds - 1) / (threads * rounds);
+  const auto per_row = blocks_for(packs);
   return {rows * per_row, static_cast<int>(per_row)};
 }
 
@@ -22,38 +25,36 @@ Pieces pieces_of(std::int64_t rows, std::int64_t packs) {
 template <class T, int width, bool backward, bool again>
 __global__ void swiglu_kernel(const T* __restrict__ gate_up, T* __restrict__ d_out, T* __restrict__ result,
                               std::int64_t columns, int per_row) {
+  wait_for_kernels_before();
   using C = compute_t<T>;
   const std::int64_t row = blockIdx.x / static_cast<unsigned>(per_row), packs = columns / width;
-  const std::int64_t begin = static_cast<std::int64_t>(blockIdx.x % static_cast<unsigned>(per_row)) * threads * rounds;
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x % static_cast<unsigned>(per_row)) * threads + threadIdx.x;
+  if (i >= packs) return;
   const T* gates = gate_up + 2 * row * columns;
   const T* ups = gates + columns;
-  for (int round = 0; round < rounds; ++round) {
-    const std::int64_t i = begin + round * threads + threadIdx.x;
-    if (i >= packs) return;
-    const Pack<T, width> gate = pack_at<T, width>(gates, i), up = pack_at<T, width>(ups, i);
-    if constexpr (backward) {
-      const Pack<T, width> d = pack_at<T, width>(d_out + row * columns, i);
-      Pack<T, width> d_gate, d_up, out;
+  const Pack<T, width> gate = pack_at<T, width>(gates, i), up = pack_at<T, width>(ups, i);
+  if constexpr (backward) {
+    const Pack<T, width> d = pack_at<T, width>(d_out + row * columns, i);
+    Pack<T, width> d_gate, d_up, out;
 #pragma unroll
-      for (int j = 0; j < width; ++j) {
-        const C g = load(gate.at[j]), s = sigmoid<T>(g), dj = load(d.at[j]);
-        d_gate.at[j] = store<T>(dj * load(up.at[j]) * s * (C(1) + g * (C(1) - s)));
-        d_up.at[j] = store<T>(dj * g * s);
-        if constexpr (again) out.at[j] = store<T>(g * s * load(up.at[j]));
-      }
-      if constexpr (again) pack_at<T, width>(d_out + row * columns, i) = out;
-      T* to = result + 2 * row * columns;
-      pack_at<T, width>(to, i) = d_gate;
-      pack_at<T, width>(to + columns, i) = d_up;
-    } else {
-      Pack<T, width> out;
-#pragma unroll
-      for (int j = 0; j < width; ++j) {
-        const C g = load(gate.at[j]);
-        out.at[j] = store<T>(g * sigmoid<T>(g) * load(up.at[j]));
-      }
-      pack_at<T, width>(result + row * columns, i) = out;
+    for (int j = 0; j < width; ++j) {
+      const C g = element(gate, j), s = sigmoid<T>(g), dj = element(d, j);
+      d_gate.at[j] = store<T>(dj * element(up, j) * s * (C(1) + g * (C(1) - s)));
+      d_up.at[j] = store<T>(dj * g * s);
+      if constexpr (again) out.at[j] = store<T>(g * s * element(up, j));
     }
+    if constexpr (again) pack_at<T, width>(d_out + row * columns, i) = out;
+    T* to = result + 2 * row * columns;
+    pack_at<T, width>(to, i) = d_gate;
+    pack_at<T, width>(to + columns, i) = d_up;
+  } else {
+    Pack<T, width> out;
+#pragma unroll
+    for (int j = 0; j < width; ++j) {
+      const C g = element(gate, j);
+      out.at[j] = store<T>(g * sigmoid<T>(g) * element(up, j));
+    }
+    pack_at<T, width>(result + row * columns, i) = out;
   }
 }
 
@@ -65,9 +66,9 @@ void swiglu(const SwigluMemory& memory, cudaStream_t stream) {
     const auto run = [&](auto packed) {
       constexpr int width = decltype(packed)::value ? full_width<T> : 1;
       const Pieces pieces = pieces_of(memory.rows, memory.columns / width);
-      swiglu_kernel<T, width, backward, again><<<static_cast<unsigned>(pieces.blocks), threads, 0, stream>>>(
-          static_cast<const T*>(memory.gate_up), static_cast<T*>(const_cast<void*>(memory.d_out)),
-          static_cast<T*>(memory.result), memory.columns, pieces.per_row);
+      launch(swiglu_kernel<T, width, backward, again>, {static_cast<unsigned>(pieces.blocks), threads}, stream,
+             static_cast<const T*>(memory.gate_up), static_cast<T*>(const_cast<void*>(memory.d_out)),
+             static_cast<T*>(memory.result), memory.columns, pieces.per_row);
     };
     const bool packed = memory.columns % full_width<T> == 0 && aligned({memory.gate_up, memory.d_out, memory.result}, 16);
     packed ? run(std::true_type{}) : run(std::false_type{});
@@ -77,20 +78,19 @@ void swiglu(const SwigluMemory& memory, cudaStream_t stream) {
 template <class T, int width, bool backward>
 __global__ void gelu_kernel(const T* __restrict__ in, const T* __restrict__ d_out, T* __restrict__ result,
                             std::int64_t packs) {
+  wait_for_kernels_before();
   using C = compute_t<T>;
-  for (int round = 0; round < rounds; ++round) {
-    const std::int64_t i = (static_cast<std::int64_t>(blockIdx.x) * rounds + round) * threads + threadIdx.x;
-    if (i >= packs) return;
-    const Pack<T, width> x = pack_at<T, width>(in, i);
-    Pack<T, width> d{}, out;
-    if constexpr (backward) d = pack_at<T, width>(d_out, i);
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * threads + threadIdx.x;
+  if (i >= packs) return;
+  const Pack<T, width> x = pack_at<T, width>(in, i);
+  Pack<T, width> d{}, out;
+  if constexpr (backward) d = pack_at<T, width>(d_out, i);
 #pragma unroll
-    for (int j = 0; j < width; ++j) {
-      const Gelu<T> gelu(load(x.at[j]));
-      out.at[j] = store<T>(backward ? load(d.at[j]) * gelu.slope : gelu.value);
-    }
-    pack_at<T, width>(result, i) = out;
+  for (int j = 0; j < width; ++j) {
+    const Gelu<T> gelu(element(x, j));
+    out.at[j] = store<T>(backward ? element(d, j) * gelu.slope : gelu.value);
   }
+  pack_at<T, width>(result, i) = out;
 }
 
 template <bool backward>
@@ -101,9 +101,8 @@ void gelu(const GeluMemory& memory, cudaStream_t stream) {
     const auto run = [&](auto packed) {
       constexpr int width = decltype(packed)::value ? full_width<T> : 1;
       const std::int64_t packs = memory.elements / width;
-      gelu_kernel<T, width, backward>
-          <<<static_cast<unsigned>((packs + threads * rounds - 1) / (threads * rounds)), threads, 0, stream>>>(
-              static_cast<const T*>(memory.x), static_cast<const T*>(memory.d_out), static_cast<T*>(memory.result), packs);
+      launch(gelu_kernel<T, width, backward>, {static_cast<unsigned>(blocks_for(packs)), threads}, stream,
+             static_cast<const T*>(memory.x), static_cast<const T*>(memory.d_out), static_cast<T*>(memory.result), packs);
     };
     const bool packed = memory.elements % full_width<T> == 0 && aligned({memory.x, memory.d_out, memory.result}, 16);
     packed ? run(std::true_type{}) : run(std::false_type{});
@@ -112,16 +111,15 @@ void gelu(const GeluMemory& memory, cudaStream_t stream) {
 
 template <class T, int width>
 __global__ void scaled_kernel(const T* x, T* out, const compute_t<T>* factor, std::int64_t packs) {
+  wait_for_kernels_before();
   const compute_t<T> scale = *factor;
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * threads + threadIdx.x;
+  if (i >= packs) return;
+  const Pack<T, width> pack = pack_at<T, width>(x, i);
+  Pack<T, width> scaled;
 #pragma unroll
-  for (int round = 0; round < rounds; ++round) {
-    const std::int64_t i = (static_cast<std::int64_t>(blockIdx.x) * rounds + round) * threads + threadIdx.x;
-    if (i >= packs) return;
-    Pack<T, width> pack = pack_at<T, width>(x, i);
-#pragma unroll
-    for (int j = 0; j < width; ++j) pack.at[j] = store<T>(load(pack.at[j]) * scale);
-    pack_at<T, width>(out, i) = pack;
-  }
+  for (int j = 0; j < width; ++j) scaled.at[j] = store<T>(element(pack, j) * scale);
+  pack_at<T, width>(out, i) = scaled;
 }
 
 // bonfire::Random::block: Philox 4x32, ten rounds.
@@ -149,6 +147,7 @@ __device__ void philox(std::uint64_t key, std::uint64_t counter, std::uint32_t (
 template <class T>
 __global__ void dropout_kernel(const T* __restrict__ x, T* __restrict__ out, std::int64_t n, std::uint64_t threshold,
                                compute_t<T> scale, std::uint64_t key, std::uint64_t first) {
+  wait_for_kernels_before();
   const std::uint64_t block = first / 4 + static_cast<std::uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const std::int64_t begin = static_cast<std::int64_t>(block * 4) - static_cast<std::int64_t>(first);
   if (begin >= n) return;
@@ -177,10 +176,9 @@ void launch_scaled(const ScaledMemory& memory, cudaStream_t stream) {
     const auto run = [&](auto packed) {
       constexpr int width = decltype(packed)::value ? full_width<T> : 1;
       const std::int64_t packs = memory.elements / width;
-      scaled_kernel<T, width>
-          <<<static_cast<unsigned>((packs + threads * rounds - 1) / (threads * rounds)), threads, 0, stream>>>(
-              static_cast<const T*>(memory.x), static_cast<T*>(memory.out), static_cast<const compute_t<T>*>(memory.factor),
-              packs);
+      launch(scaled_kernel<T, width>, {static_cast<unsigned>(blocks_for(packs)), threads}, stream,
+             static_cast<const T*>(memory.x), static_cast<T*>(memory.out), static_cast<const compute_t<T>*>(memory.factor),
+             packs);
     };
     const bool packed = memory.elements % full_width<T> == 0 && aligned({memory.x, memory.out}, 16);
     packed ? run(std::true_type{}) : run(std::false_type{});
@@ -193,9 +191,9 @@ void launch_dropout(const DropoutMemory& memory, cudaStream_t stream) {
   const std::int64_t blocks = memory.elements / 4 + 2;  // of the generator, at most
   with_type(memory.type, [&](auto t) {
     using T = decltype(t);
-    dropout_kernel<T><<<static_cast<unsigned>((blocks + threads - 1) / threads), threads, 0, stream>>>(
-        static_cast<const T*>(memory.x), static_cast<T*>(memory.out), memory.elements, threshold,
-        static_cast<compute_t<T>>(1 / (1 - memory.p)), memory.key, memory.first);
+    launch(dropout_kernel<T>, {static_cast<unsigned>((blocks + threads - 1) / threads), threads}, stream,
+           static_cast<const T*>(memory.x), static_cast<T*>(memory.out), memory.elements, threshold,
+           static_cast<compute_t<T>>(1 / (1 - memory.p)), memory.key, memory.first);
   });
 }
 

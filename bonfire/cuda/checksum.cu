@@ -1,5 +1,7 @@
 #include "bonfire/cuda/checksum.h"
 
+#include "bonfire/cuda/launch.cuh"
+
 #include <algorithm>
 
 namespace bonfire::cuda {
@@ -8,6 +10,7 @@ namespace {
 constexpr int threads = 256;
 
 __global__ void checksum_kernel(const std::uint32_t* words, std::int64_t count, unsigned long long* sum) {
+  wait_for_kernels_before();
   unsigned long long own = 0;
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * threads;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * threads + threadIdx.x; i < count; i += stride)
@@ -19,8 +22,8 @@ __global__ void checksum_kernel(const std::uint32_t* words, std::int64_t count, 
 
 void launch_checksum(const std::uint32_t* words, std::int64_t count, std::uint64_t* sum, cudaStream_t stream) {
   const auto blocks = std::clamp<std::int64_t>((count + threads - 1) / threads, 1, 2048);
-  checksum_kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(words, count,
-                                                                         reinterpret_cast<unsigned long long*>(sum));
+  launch(checksum_kernel, {static_cast<unsigned>(blocks), threads}, stream, words, count,
+         reinterpret_cast<unsigned long long*>(sum));
 }
 
 }  // namespace bonfire::cuda

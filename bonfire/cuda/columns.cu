@@ -1,6 +1,7 @@
 #include "bonfire/cuda/columns.h"
 
 #include "bonfire/cuda/device.cuh"
+#include "bonfire/cuda/launch.cuh"
 #include "bonfire/cuda/parts.cuh"
 
 namespace bonfire::cuda {
@@ -33,6 +34,7 @@ struct Columns {
 
 template <class T, int width, Pass pass>
 __global__ void __launch_bounds__(lanes* groups, 2) columns_kernel(Columns<T> a) {
+  wait_for_kernels_before();
   using C = compute_t<T>;
   __shared__ C shared[groups][lanes * width + 1];
   const std::int64_t pack = static_cast<std::int64_t>(blockIdx.x) * lanes + threadIdx.x;
@@ -62,16 +64,16 @@ __global__ void __launch_bounds__(lanes* groups, 2) columns_kernel(Columns<T> a)
         Pack<T, width> out, dx;
 #pragma unroll
         for (int j = 0; j < width; ++j) {
-          const Gelu<T> at(load(x.at[j]));
+          const Gelu<T> at(element(x, j));
           out.at[j] = store<T>(at.value);
-          dx.at[j] = store<T>(load(d.at[j]) * at.slope);
-          sums[j] += load(dx.at[j]);
+          dx.at[j] = store<T>(element(d, j) * at.slope);
+          sums[j] += element(dx, j);
         }
         if constexpr (pass == Pass::gelu_again) pack_at<T, width>(a.d_out + row * a.columns, pack) = out;
         pack_at<T, width>(a.result + row * a.columns, pack) = dx;
       } else {
 #pragma unroll
-        for (int j = 0; j < width; ++j) sums[j] += load(x.at[j]);
+        for (int j = 0; j < width; ++j) sums[j] += element(x, j);
         if constexpr (pass == Pass::merge) pack_at<T, width>(a.result + row * a.columns, pack) = x;
       }
     };
@@ -135,7 +137,7 @@ void run_pass(const ColumnsMemory& memory, const QkvMemory& qkv, cudaStream_t st
       constexpr int width = decltype(packed)::value ? full_width<T> : 1;
       const std::int64_t tile = lanes * width;
       const dim3 grid(static_cast<unsigned>((memory.columns + tile - 1) / tile), static_cast<unsigned>(parts));
-      columns_kernel<T, width, pass><<<grid, dim3(lanes, groups), 0, stream>>>(a);
+      launch(columns_kernel<T, width, pass>, {grid, dim3(lanes, groups)}, stream, a);
     };
     constexpr int wide = full_width<T>;
     bool packed = memory.columns % wide == 0 && memory.stride % wide == 0 && aligned({memory.x, memory.d_out, memory.result}, 16);

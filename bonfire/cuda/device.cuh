@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -57,6 +59,19 @@ struct alignas(sizeof(T) * width) Pack {
 // The widest single access is 16 bytes.
 template <class T>
 constexpr int full_width = 16 / static_cast<int>(sizeof(T));
+
+// Element j, which is known when this is compiled. Bits of bf16 are the upper ones of a float: one instruction for each,
+// where taking a word apart first takes two.
+template <class T, int width>
+__device__ compute_t<T> element(const Pack<T, width>& pack, int j) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && width % 2 == 0) {
+    unsigned word;
+    memcpy(&word, &pack.at[j / 2 * 2], sizeof(word));
+    return __uint_as_float(j % 2 ? word & 0xffff0000u : word << 16);
+  } else {
+    return load(pack.at[j]);
+  }
+}
 
 template <class T, int width>
 __device__ const Pack<T, width>& pack_at(const T* data, std::int64_t index) {

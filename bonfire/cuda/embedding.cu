@@ -1,6 +1,7 @@
 #include "bonfire/cuda/embedding.h"
 
 #include "bonfire/cuda/device.cuh"
+#include "bonfire/cuda/launch.cuh"
 
 namespace bonfire::cuda {
 namespace {
@@ -11,6 +12,7 @@ constexpr int threads = 256;
 template <class O, class T, int width>
 __global__ void add_kernel(O* out, const T* __restrict__ gradient, const std::int64_t* __restrict__ tokens,
                            const std::int64_t* __restrict__ order, std::int64_t rows, std::int64_t columns) {
+  wait_for_kernels_before();
   using C = compute_t<O>;
   const std::int64_t begin = blockIdx.x, token = tokens[begin];
   if (begin > 0 && tokens[begin - 1] == token) return;
@@ -22,7 +24,7 @@ __global__ void add_kernel(O* out, const T* __restrict__ gradient, const std::in
     for (std::int64_t at = begin; at < end; ++at) {
       const Pack<T, width> x = pack_at<T, width>(gradient + order[at] * columns, i);
 #pragma unroll
-      for (int j = 0; j < width; ++j) sum[j] += static_cast<C>(load(x.at[j]));
+      for (int j = 0; j < width; ++j) sum[j] += static_cast<C>(element(x, j));
     }
     O* to = out + token * columns + i * width;
 #pragma unroll
@@ -38,9 +40,9 @@ void launch_embedding_add(const EmbeddingMemory& memory, cudaStream_t stream) {
     using T = decltype(t);
     const auto run = [&](auto o, auto width) {
       using O = decltype(o);
-      add_kernel<O, T, decltype(width)::value><<<static_cast<unsigned>(memory.rows), threads, 0, stream>>>(
-          static_cast<O*>(memory.out), static_cast<const T*>(memory.gradient), memory.tokens, memory.order, memory.rows,
-          memory.columns);
+      launch(add_kernel<O, T, decltype(width)::value>, {static_cast<unsigned>(memory.rows), threads}, stream,
+             static_cast<O*>(memory.out), static_cast<const T*>(memory.gradient), memory.tokens, memory.order, memory.rows,
+             memory.columns);
     };
     const auto choose = [&](auto o) {
       if (memory.columns % 4 == 0 && aligned({memory.gradient}, 4 * sizeof(T)))

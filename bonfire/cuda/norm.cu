@@ -1,6 +1,7 @@
 #include "bonfire/cuda/norm.h"
 
 #include "bonfire/cuda/device.cuh"
+#include "bonfire/cuda/launch.cuh"
 #include "bonfire/cuda/norm_types.cuh"
 
 namespace bonfire::cuda {
@@ -32,6 +33,7 @@ struct Forward {
 // `kept` packs of a row stay in a thread's registers; 0 reads them again for every pass, for rows of any length.
 template <class T, class W, int width, int kept, bool centered>
 __global__ void __launch_bounds__(most_threads) forward_kernel(Forward<T, W> a) {
+  wait_for_kernels_before();
   using C = compute_t<T>;
   __shared__ C shared[2][most_threads / 32];
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -58,9 +60,10 @@ __global__ void __launch_bounds__(most_threads) forward_kernel(Forward<T, W> a) 
     T* sum = a.sum + row * a.columns;
     each([&](std::int64_t i, Pack<T, width>& v) {
       const Pack<T, width> other = read_once<T, width>(a.residual + row * a.columns, i);
+      Pack<T, width> both;
 #pragma unroll
-      for (int j = 0; j < width; ++j) v.at[j] = store<T>(load(v.at[j]) + load(other.at[j]));
-      pack_at<T, width>(sum, i) = v;
+      for (int j = 0; j < width; ++j) both.at[j] = store<T>(element(v, j) + element(other, j));
+      pack_at<T, width>(sum, i) = v = both;
     });
     x = sum;  // of which every thread reads what it wrote
   }
@@ -69,14 +72,14 @@ __global__ void __launch_bounds__(most_threads) forward_kernel(Forward<T, W> a) 
   if constexpr (centered) {
     each([&](std::int64_t, const Pack<T, width>& v) {
 #pragma unroll
-      for (int j = 0; j < width; ++j) mean += load(v.at[j]);
+      for (int j = 0; j < width; ++j) mean += element(v, j);
     });
     mean = sum_of_row(mean, shared[0]) / n;
   }
   C squares = 0;
   each([&](std::int64_t, const Pack<T, width>& v) {
 #pragma unroll
-    for (int j = 0; j < width; ++j) squares += (load(v.at[j]) - mean) * (load(v.at[j]) - mean);
+    for (int j = 0; j < width; ++j) squares += (element(v, j) - mean) * (element(v, j) - mean);
   });
   const C rstd = C(1) / sqrt(sum_of_row(squares, shared[1]) / n + a.eps);
   if (threadIdx.x == 0) {
@@ -91,8 +94,8 @@ __global__ void __launch_bounds__(most_threads) forward_kernel(Forward<T, W> a) 
     Pack<T, width> out;
 #pragma unroll
     for (int j = 0; j < width; ++j) {
-      C y = (load(v.at[j]) - mean) * rstd * load(weight.at[j]);
-      if constexpr (centered) y += load(bias.at[j]);
+      C y = (element(v, j) - mean) * rstd * element(weight, j);
+      if constexpr (centered) y += element(bias, j);
       out.at[j] = store<T>(y);
     }
     write_once<T, width>(a.normed + row * a.columns, i, out);
@@ -125,8 +128,8 @@ void launch_norm(const NormShape& shape, const NormForward& memory, cudaStream_t
     with_centered(shape.centered, [&](auto centered) {
       const auto run = [&](auto width, auto kept, int threads) {
         const int rows = threads == 32 ? 4 : 1;
-        forward_kernel<T, W, decltype(width)::value, decltype(kept)::value, decltype(centered)::value>
-            <<<static_cast<unsigned>((shape.rows + rows - 1) / rows), dim3(threads, rows), 0, stream>>>(a);
+        launch(forward_kernel<T, W, decltype(width)::value, decltype(kept)::value, decltype(centered)::value>,
+               {static_cast<unsigned>((shape.rows + rows - 1) / rows), dim3(threads, rows)}, stream, a);
       };
       if (!packed || packs > 8 * most_threads)
         run(Number<1>{}, Number<0>{}, shape.columns > 1024 ? 256 : 32);

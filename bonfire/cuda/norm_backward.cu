@@ -1,6 +1,7 @@
 #include <cuda_pipeline.h>
 
 #include "bonfire/cuda/device.cuh"
+#include "bonfire/cuda/launch.cuh"
 #include "bonfire/cuda/norm.h"
 #include "bonfire/cuda/norm_types.cuh"
 #include "bonfire/cuda/parts.cuh"
@@ -35,13 +36,13 @@ struct Passes {
   using C = compute_t<T>;
   C mean, rstd;
 
-  __device__ C scaled(T x) const { return (load(x) - mean) * rstd; }
+  __device__ C scaled(C x) const { return (x - mean) * rstd; }
   template <class Gather>
   __device__ void gather(const Row<T, width>& row, const Pack<W, width>& weight, Two<C>& sums,
                          const Gather& parameters) const {
 #pragma unroll
     for (int j = 0; j < width; ++j) {
-      const C d = load(row.dy.at[j]), at = scaled(row.x.at[j]), g = d * load(weight.at[j]);
+      const C d = element(row.dy, j), at = scaled(element(row.x, j)), g = d * element(weight, j);
       sums.first += g * at;
       if constexpr (centered) sums.second += g;
       parameters(j, d * at, d);
@@ -55,13 +56,13 @@ struct Passes {
     Results out;
 #pragma unroll
     for (int j = 0; j < width; ++j) {
-      const C w = load(weight.at[j]), at = scaled(row.x.at[j]);
-      C d = rstd * (load(row.dy.at[j]) * w - means.second - at * means.first);
-      if (with_ds) d += load(row.ds.at[j]);
+      const C w = element(weight, j), at = scaled(element(row.x, j));
+      C d = rstd * (element(row.dy, j) * w - means.second - at * means.first);
+      if (with_ds) d += element(row.ds, j);
       out.dx.at[j] = store<T>(d);
       if (again) {
         C y = at * w;
-        if constexpr (centered) y += load(bias.at[j]);
+        if constexpr (centered) y += element(bias, j);
         out.normed.at[j] = store<T>(y);
       }
     }
@@ -70,11 +71,11 @@ struct Passes {
 };
 
 // Rows that are on their way to shared memory, while the one before is worked on.
-constexpr int stages = 2;
+constexpr int stages = 4;
 constexpr int most_groups = 15;  // as many barriers as a block has, but for one
 // Threads of a block whose threads keep one pack of a row, or two: what registers allow.
 template <int kept>
-constexpr int most_in_groups = kept == 1 ? 768 : 640;
+constexpr int most_in_groups = kept == 1 ? 512 : 640;
 
 // blockDim.x threads, a group, have a row; a block is as many groups as its multiprocessor holds, and each takes rows of its
 // own, which it fetches ahead. A thread has the same columns of all of them, `kept` packs, and sums their part of the
@@ -82,6 +83,7 @@ constexpr int most_in_groups = kept == 1 ? 768 : 640;
 // nor normed is null: what there is to do for a row is so little that asking shows.
 template <class T, class W, int width, int kept, int warps, bool centered, bool sums_too>
 __global__ void __launch_bounds__(most_in_groups<kept>, 1) groups_kernel(Backward<T, W> a) {
+  wait_for_kernels_before();
   using C = compute_t<T>;
   using P = Pack<T, width>;
   __shared__ Two<C> shared[2][most_groups][16];
@@ -166,15 +168,9 @@ __global__ void __launch_bounds__(most_in_groups<kept>, 1) groups_kernel(Backwar
       const auto out = now.finish(own[p], weight[p], sums, with_ds, again, bias);
       if constexpr (sums_too)
 #pragma unroll
-        for (int j = 0; j < width; ++j) all[p][j] += load(out.dx.at[j]);
-      const auto write = [&](T* to, const P& pack) {
-        if constexpr (kept > 1)
-          write_once<T, width>(to + row * a.columns, i, pack);
-        else
-          pack_at<T, width>(to + row * a.columns, i) = pack;
-      };
-      write(a.dx, out.dx);
-      if (again) write(a.normed, out.normed);
+        for (int j = 0; j < width; ++j) all[p][j] += element(out.dx, j);
+      write_once<T, width>(a.dx + row * a.columns, i, out.dx);
+      if (again) write_once<T, width>(a.normed + row * a.columns, i, out.normed);
     });
   }
   __pipeline_wait_prior(0);
@@ -214,6 +210,7 @@ __device__ Two<C> sums_of_block(Two<C> value, Two<C> (&shared)[most_threads / 32
 // For rows of any length: a block takes every gridDim.x-th one, reads it twice, and sums into its row of the parts.
 template <class T, class W, int width, bool centered>
 __global__ void __launch_bounds__(most_threads) long_rows_kernel(Backward<T, W> a) {
+  wait_for_kernels_before();
   using C = compute_t<T>;
   __shared__ Two<C> shared[2][most_threads / 32];
   const std::int64_t packs = a.columns / width;
@@ -252,7 +249,7 @@ __global__ void __launch_bounds__(most_threads) long_rows_kernel(Backward<T, W> 
       const auto out = at.finish(own, weight, sums, a.ds, a.normed, bias);
       pack_at<T, width>(a.dx + row * a.columns, i) = out.dx;
       if (all)
-        for (int j = 0; j < width; ++j) all[i * width + j] += load(out.dx.at[j]);
+        for (int j = 0; j < width; ++j) all[i * width + j] += element(out.dx, j);
       if (a.normed) pack_at<T, width>(a.normed + row * a.columns, i) = out.normed;
     }
   }
@@ -271,7 +268,7 @@ Share backward_share(const NormShape& shape) {
   const Share none{0, most_threads, 1};
   if (shape.columns % width != 0 || packs > 2 * most_threads) return none;
   // A thread of a centered one sums more, so it keeps two only where it must.
-  const int kept = packs <= (shape.centered ? 384 : 128) ? 1 : 2,
+  const int kept = packs <= (shape.centered ? 384 : 256) ? 1 : 2,
             threads = static_cast<int>((packs + kept * 32 - 1) / (kept * 32)) * 32;
   const int in_groups = kept == 1 ? most_in_groups<1> : most_in_groups<2>;
   const int room = 200 * 1024 / (stages * 3 * kept * threads * 16);  // of shared memory
@@ -323,12 +320,13 @@ void launch_norm_backward(const NormShape& shape, const NormBackward& memory, cu
             std::max<std::size_t>(std::size_t(stages) * 3 * share.kept * share.threads * 16, shape.columns * sizeof(C)) *
             static_cast<std::size_t>(share.groups);
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-        kernel<<<blocks, dim3(share.threads, share.groups), bytes, stream>>>(a);
+        launch(kernel, {blocks, dim3(share.threads, share.groups), bytes}, stream, a);
       };
       const auto in_groups = [&](auto kept, auto sums_too) {
         if constexpr (sizeof(T) == 2)
           if (memory.d_stream && memory.normed) {
             if (share.threads == 4 * 32) return launch_groups(kept, Number<4>{}, sums_too);
+            if (share.threads == 8 * 32) return launch_groups(kept, Number<8>{}, sums_too);
             if (share.threads == 3 * 32) return launch_groups(kept, Number<3>{}, sums_too);
           }
         launch_groups(kept, Number<0>{}, sums_too);
@@ -343,9 +341,9 @@ void launch_norm_backward(const NormShape& shape, const NormBackward& memory, cu
       else if (packed && share.kept == 2)
         keeping(Number<2>{});
       else if (packed)
-        long_rows_kernel<T, W, wide, is_centered><<<blocks, most_threads, 0, stream>>>(a);
+        launch(long_rows_kernel<T, W, wide, is_centered>, {blocks, most_threads}, stream, a);
       else
-        long_rows_kernel<T, W, 1, is_centered><<<blocks, most_threads, 0, stream>>>(a);
+        launch(long_rows_kernel<T, W, 1, is_centered>, {blocks, most_threads}, stream, a);
     });
     const auto out = [](void* p) { return static_cast<C*>(p); };
     sum_parts<C>(scratch, {{out(memory.d_weight), out(memory.d_bias), out(memory.dx_sums)}}, parts, shape.columns, stream);

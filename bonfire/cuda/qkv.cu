@@ -1,14 +1,15 @@
 #include "bonfire/cuda/qkv.h"
 
 #include "bonfire/cuda/device.cuh"
+#include "bonfire/cuda/launch.cuh"
 
 namespace bonfire::cuda {
 namespace {
 
 constexpr int threads = 128;
-// Of a row: a thread goes on to the eighth head, or sixteenth, after its own, with the same angles.
+// Of a row: a thread goes on to the head so many after its own, with the same angles.
 template <bool merge>
-constexpr int heads_at_once = merge ? 16 : 8;
+constexpr int heads_at_once = merge ? 16 : 20;
 
 template <class T>
 struct Heads {
@@ -29,6 +30,7 @@ struct Qkv {
 // A thread has one pack of a head and, where `paired`, the one half a head further, with which it turns.
 template <class T, int width, bool paired, bool turns, bool merge>
 __global__ void __launch_bounds__(threads) qkv_kernel(Qkv<T> a) {
+  wait_for_kernels_before();
   using C = compute_t<T>;
   constexpr int at_once = heads_at_once<merge>;
   const int half = a.head_dim / 2, items = (paired ? half : a.head_dim) / width;
@@ -66,12 +68,15 @@ __global__ void __launch_bounds__(threads) qkv_kernel(Qkv<T> a) {
     if constexpr (paired) {
       Pack<T, width> y = pack_at<T, width>(from + half, item);
       if (turns && (in_q || in_k)) {
+        Pack<T, width> turned_x, turned_y;
 #pragma unroll
         for (int j = 0; j < width; ++j) {
-          const C u = load(x.at[j]), w = load(y.at[j]), c = cosine.at[j], s = merge ? -sine.at[j] : sine.at[j];
-          x.at[j] = store<T>(u * c - w * s);
-          y.at[j] = store<T>(w * c + u * s);
+          const C u = element(x, j), w = element(y, j), c = cosine.at[j], s = merge ? -sine.at[j] : sine.at[j];
+          turned_x.at[j] = store<T>(u * c - w * s);
+          turned_y.at[j] = store<T>(w * c + u * s);
         }
+        x = turned_x;
+        y = turned_y;
       }
       pack_at<T, width>(to + half, item) = y;
     }
@@ -106,8 +111,8 @@ void move(const QkvMemory& memory, cudaStream_t stream) {
       constexpr int w = decltype(width)::value;
       const std::int64_t items = (decltype(paired)::value ? memory.head_dim / 2 : memory.head_dim) / w;
       const std::int64_t work = rows * items * heads_at_once<merge>;
-      qkv_kernel<T, w, decltype(paired)::value, decltype(turns)::value, merge>
-          <<<static_cast<unsigned>((work + threads - 1) / threads), threads, 0, stream>>>(a);
+      launch(qkv_kernel<T, w, decltype(paired)::value, decltype(turns)::value, merge>,
+             {static_cast<unsigned>((work + threads - 1) / threads), threads}, stream, a);
     };
     constexpr int wide = full_width<T>;
     const auto steps = [&](const HeadsMemory& part) {

@@ -2,6 +2,7 @@
 
 #include "bonfire/cuda/device.cuh"
 #include "bonfire/cuda/eight_bits.cuh"
+#include "bonfire/cuda/launch.cuh"
 
 namespace bonfire::cuda {
 namespace {
@@ -21,6 +22,7 @@ struct Quantize {
 
 template <class T, bool wide_range, bool values, bool transposed>
 __global__ void __launch_bounds__(threads) quantize_kernel(Quantize<T> a) {
+  wait_for_kernels_before();
   __shared__ TurnedTile turned;
   if (a.later) {
     const int shift = static_cast<int>(*a.later % a.length);
@@ -59,7 +61,7 @@ __global__ void __launch_bounds__(threads) quantize_kernel(Quantize<T> a) {
       float v[width];
 #pragma unroll
       for (int j = 0; j < width; ++j) {
-        v[j] = load(x[i].at[j]);
+        v[j] = element(x[i], j);
         largest = fmaxf(largest, fabsf(v[j]));
         v[j] *= scale;
       }
@@ -77,6 +79,7 @@ __global__ void __launch_bounds__(threads) quantize_kernel(Quantize<T> a) {
 
 template <class T, bool wide_range>
 __global__ void __launch_bounds__(threads) quantize_rows_kernel(Quantize<T> a) {
+  wait_for_kernels_before();
   __shared__ float shared[threads / 32];
   const T* x = a.x + blockIdx.x * a.columns;
   const std::int64_t packs = a.columns / width;
@@ -84,7 +87,7 @@ __global__ void __launch_bounds__(threads) quantize_rows_kernel(Quantize<T> a) {
   for (std::int64_t i = threadIdx.x; i < packs; i += threads) {
     const Pack<T, width> v = pack_at<T, width>(x, i);
 #pragma unroll
-    for (int j = 0; j < width; ++j) largest = fmaxf(largest, fabsf(load(v.at[j])));
+    for (int j = 0; j < width; ++j) largest = fmaxf(largest, fabsf(element(v, j)));
   }
   largest = largest_of_warp(largest);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
@@ -94,7 +97,7 @@ __global__ void __launch_bounds__(threads) quantize_rows_kernel(Quantize<T> a) {
   if (threadIdx.x == 0) a.inverse[blockIdx.x] = 1.0f / scale;
   for (std::int64_t i = threadIdx.x; i < packs; i += threads) {
     const Pack<T, width> v = pack_at<T, width>(x, i);
-    const auto two = [&](int j) { return eight_bits<wide_range>(load(v.at[j]) * scale, load(v.at[j + 1]) * scale); };
+    const auto two = [&](int j) { return eight_bits<wide_range>(element(v, j) * scale, element(v, j + 1) * scale); };
     reinterpret_cast<uint2*>(a.values + blockIdx.x * a.columns)[i] =
         make_uint2(two(0) | two(2) << 16, two(4) | two(6) << 16);
   }
@@ -102,13 +105,14 @@ __global__ void __launch_bounds__(threads) quantize_rows_kernel(Quantize<T> a) {
 
 template <class T>
 __global__ void __launch_bounds__(threads) magnitude_kernel(const T* x, std::int64_t packs, float* to) {
+  wait_for_kernels_before();
   float largest = 0;
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * threads;
 #pragma unroll 4
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * threads + threadIdx.x; i < packs; i += stride) {
     const Pack<T, width> v = pack_at<T, width>(x, i);
 #pragma unroll
-    for (int j = 0; j < width; ++j) largest = fmaxf(largest, fabsf(load(v.at[j])));
+    for (int j = 0; j < width; ++j) largest = fmaxf(largest, fabsf(element(v, j)));
   }
   note_largest(largest, to);
 }
@@ -147,8 +151,8 @@ void launch_quantize(const QuantizeMemory& memory, cudaStream_t stream) {
   with_narrow(memory, [&](auto t) {
     using T = decltype(t);
     const auto run = [&](auto wide_range, auto values, auto transposed) {
-      quantize_kernel<T, decltype(wide_range)::value, decltype(values)::value, decltype(transposed)::value>
-          <<<grid, threads, 0, stream>>>(arguments<T>(memory));
+      launch(quantize_kernel<T, decltype(wide_range)::value, decltype(values)::value, decltype(transposed)::value>,
+             {grid, threads}, stream, arguments<T>(memory));
     };
     const auto choose = [&](auto wide_range) {
       if (!memory.transposed)
@@ -165,9 +169,9 @@ void launch_quantize_rows(const QuantizeMemory& memory, cudaStream_t stream) {
   with_narrow(memory, [&](auto t) {
     using T = decltype(t);
     if (memory.wide_range)
-      quantize_rows_kernel<T, true><<<rows, threads, 0, stream>>>(arguments<T>(memory));
+      launch(quantize_rows_kernel<T, true>, {rows, threads}, stream, arguments<T>(memory));
     else
-      quantize_rows_kernel<T, false><<<rows, threads, 0, stream>>>(arguments<T>(memory));
+      launch(quantize_rows_kernel<T, false>, {rows, threads}, stream, arguments<T>(memory));
   });
 }
 
@@ -177,8 +181,8 @@ void launch_magnitude(const QuantizeMemory& memory, cudaStream_t stream) {
   cudaMemsetAsync(memory.measured, 0, sizeof(float), stream);
   with_narrow(memory, [&](auto t) {
     using T = decltype(t);
-    magnitude_kernel<T>
-        <<<static_cast<unsigned>(blocks), threads, 0, stream>>>(static_cast<const T*>(memory.x), packs, memory.measured);
+    launch(magnitude_kernel<T>, {static_cast<unsigned>(blocks), threads}, stream, static_cast<const T*>(memory.x), packs,
+           memory.measured);
   });
 }
 

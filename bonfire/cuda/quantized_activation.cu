@@ -4,6 +4,7 @@
 
 #include "bonfire/cuda/device.cuh"
 #include "bonfire/cuda/eight_bits.cuh"
+#include "bonfire/cuda/launch.cuh"
 
 namespace bonfire::cuda {
 namespace {
@@ -57,6 +58,7 @@ __device__ void for_each_patch(std::int64_t rows, std::int64_t columns, const Bo
 
 template <class T, bool transposes>
 __global__ void __launch_bounds__(threads) swiglu_kernel(QuantizedSwigluMemory a) {
+  wait_for_kernels_before();
   __shared__ std::conditional_t<transposes, TurnedTile, char> turned;
   const float scale = delayed_scale<false>(a.activated);
   float largest = 0;
@@ -74,8 +76,8 @@ __global__ void __launch_bounds__(threads) swiglu_kernel(QuantizedSwigluMemory a
       float v[width];
 #pragma unroll
       for (int j = 0; j < width; ++j) {
-        const float g = load(gate[i].at[j]);
-        v[j] = g * sigmoid<T>(g) * load(up[i].at[j]);
+        const float g = element(gate[i], j);
+        v[j] = g * sigmoid<T>(g) * element(up[i], j);
       }
       const uint2 eight = rounded<T, false>(v, scale, largest);
       low[i] = eight.x;
@@ -94,6 +96,7 @@ __global__ void __launch_bounds__(threads) swiglu_kernel(QuantizedSwigluMemory a
 
 template <class T, bool again>
 __global__ void __launch_bounds__(threads) swiglu_backward_kernel(QuantizedSwigluMemory a) {
+  wait_for_kernels_before();
   __shared__ TurnedTile d_gates, d_ups;
   __shared__ std::conditional_t<again, TurnedTile, char> activated;
   const float scale = delayed_scale<true>(a.d_gate_up);
@@ -111,7 +114,7 @@ __global__ void __launch_bounds__(threads) swiglu_backward_kernel(QuantizedSwigl
       float d_gate[width], d_up[width], out[width];
 #pragma unroll
       for (int j = 0; j < width; ++j) {
-        const float g = load(gate.at[j]), s = sigmoid<T>(g), u = load(up.at[j]), dj = load(d.at[j]);
+        const float g = element(gate, j), s = sigmoid<T>(g), u = element(up, j), dj = element(d, j);
         d_gate[j] = dj * u * s * (1.0f + g * (1.0f - s));
         d_up[j] = dj * g * s;
         out[j] = g * s * u;
@@ -161,9 +164,9 @@ void launch_quantized_swiglu(const QuantizedSwigluMemory& memory, cudaStream_t s
   with_narrow(memory.type, [&](auto t) {
     using T = decltype(t);
     if (memory.activated.transposed)
-      swiglu_kernel<T, true><<<grid_of(memory), threads, 0, stream>>>(memory);
+      launch(swiglu_kernel<T, true>, {grid_of(memory), threads}, stream, memory);
     else
-      swiglu_kernel<T, false><<<grid_of(memory), threads, 0, stream>>>(memory);
+      launch(swiglu_kernel<T, false>, {grid_of(memory), threads}, stream, memory);
   });
 }
 
@@ -171,9 +174,9 @@ void launch_quantized_swiglu_backward(const QuantizedSwigluMemory& memory, cudaS
   with_narrow(memory.type, [&](auto t) {
     using T = decltype(t);
     if (memory.activated.transposed)
-      swiglu_backward_kernel<T, true><<<grid_of(memory), threads, 0, stream>>>(memory);
+      launch(swiglu_backward_kernel<T, true>, {grid_of(memory), threads}, stream, memory);
     else
-      swiglu_backward_kernel<T, false><<<grid_of(memory), threads, 0, stream>>>(memory);
+      launch(swiglu_backward_kernel<T, false>, {grid_of(memory), threads}, stream, memory);
   });
 }
 

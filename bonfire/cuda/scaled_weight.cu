@@ -2,6 +2,7 @@
 
 #include "bonfire/cuda/device.cuh"
 #include "bonfire/cuda/eight_bits.cuh"
+#include "bonfire/cuda/launch.cuh"
 
 namespace bonfire::cuda {
 namespace {
@@ -16,6 +17,7 @@ __device__ std::int64_t scale_of(const WeightPartMemory& a, std::int64_t element
 }
 
 __global__ void __launch_bounds__(threads) note_magnitudes_kernel(WeightPartMemory a) {
+  wait_for_kernels_before();
   const std::int64_t warp = (static_cast<std::int64_t>(blockIdx.x) * threads + threadIdx.x) / 32;
   const std::int64_t begin = warp * stretch, end = min(begin + stretch, a.length);
   if (begin >= end) return;
@@ -44,6 +46,7 @@ __global__ void __launch_bounds__(threads) note_magnitudes_kernel(WeightPartMemo
 }
 
 __global__ void __launch_bounds__(threads) round_scaled_kernel(WeightPartMemory a) {
+  wait_for_kernels_before();
   const std::int64_t begin = static_cast<std::int64_t>(blockIdx.x) * threads * width * at_once + threadIdx.x * width;
 #pragma unroll
   for (int i = 0; i < at_once; ++i) {
@@ -57,6 +60,7 @@ __global__ void __launch_bounds__(threads) round_scaled_kernel(WeightPartMemory 
 }
 
 __global__ void __launch_bounds__(threads) transpose_kernel(TransposeMemory a) {
+  wait_for_kernels_before();
   __shared__ TurnedTile turned;
   const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * tile,
                      row = static_cast<std::int64_t>(blockIdx.y) * tile;
@@ -86,16 +90,16 @@ unsigned blocks_for(std::int64_t elements, std::int64_t of_a_block) {
 }  // namespace
 
 void launch_note_magnitudes(const WeightPartMemory& memory, cudaStream_t stream) {
-  note_magnitudes_kernel<<<blocks_for(memory.length, threads / 32 * stretch), threads, 0, stream>>>(memory);
+  launch(note_magnitudes_kernel, {blocks_for(memory.length, threads / 32 * stretch), threads}, stream, memory);
 }
 
 void launch_round_scaled(const WeightPartMemory& memory, cudaStream_t stream) {
-  round_scaled_kernel<<<blocks_for(memory.length, threads * width * at_once), threads, 0, stream>>>(memory);
+  launch(round_scaled_kernel, {blocks_for(memory.length, threads * width * at_once), threads}, stream, memory);
 }
 
 void launch_transpose(const TransposeMemory& memory, cudaStream_t stream) {
   const dim3 grid(blocks_for(memory.columns, tile), blocks_for(memory.rows, tile));
-  transpose_kernel<<<grid, threads, 0, stream>>>(memory);
+  launch(transpose_kernel, {grid, threads}, stream, memory);
 }
 
 }  // namespace bonfire::cuda
