@@ -50,10 +50,15 @@ void launch_adam(const std::vector<AdamRange>& ranges, cudaStream_t stream);
 // `momentum` may be null.
 void launch_sgd(const StepMemory& memory, void* momentum, const SgdNumbers& numbers, cudaStream_t stream);
 
+struct SquaresRange {
+  const void* data = nullptr;
+  Element type = Element::f32;
+  std::int64_t elements = 0;
+};
 // Elements of `scratch` that launch_sum_of_squares needs.
-inline constexpr int sum_of_squares_scratch = 1024;
-// In an order that depends on nothing but the number of elements and whether they are aligned to 16 bytes.
-void launch_sum_of_squares(const void* data, Element type, std::int64_t elements, double* scratch, double* result,
-                           cudaStream_t stream);
+std::int64_t sum_of_squares_scratch(const std::vector<SquaresRange>& ranges);
+// Of all of them, in one launch as far as they are of the same type, and one that adds up. In an order that depends on
+// nothing but types, numbers of elements and whether they are aligned to 16 bytes.
+void launch_sum_of_squares(const std::vector<SquaresRange>& ranges, double* scratch, double* result, cudaStream_t stream);
 
 }  // namespace bonfire::cuda

@@ -99,13 +99,17 @@ void sgd_cuda(Tensor p, const Tensor& g, const OptionalTensor& buffer, const Opt
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-Tensor sum_of_squares_cuda(const Tensor& given) {
-  const c10::cuda::CUDAGuard guard(given.device());
-  const Tensor x = given.contiguous();
-  const auto options = x.options().dtype(at::kDouble);
-  const Tensor scratch = at::empty({sum_of_squares_scratch}, options), result = at::empty({}, options);
-  launch_sum_of_squares(x.const_data_ptr(), element_of(x), x.numel(), scratch.data_ptr<double>(), result.data_ptr<double>(),
-                        c10::cuda::getCurrentCUDAStream());
+Tensor sum_of_squares_cuda(at::TensorList given) {
+  const c10::cuda::CUDAGuard guard(given.front().device());
+  std::vector<Tensor> dense;  // until they are launched
+  std::vector<SquaresRange> ranges;
+  for (const Tensor& tensor : given) {
+    dense.push_back(tensor.contiguous());
+    ranges.push_back({dense.back().const_data_ptr(), element_of(tensor), tensor.numel()});
+  }
+  const auto options = given.front().options().dtype(at::kDouble);
+  const Tensor scratch = at::empty({sum_of_squares_scratch(ranges)}, options), result = at::empty({}, options);
+  launch_sum_of_squares(ranges, scratch.data_ptr<double>(), result.data_ptr<double>(), c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return result;
 }

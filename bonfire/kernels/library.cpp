@@ -121,5 +121,5 @@ TORCH_LIBRARY(bonfire, m) {
       "bool nesterov) "
       "-> "
       "()");
-  m.def("sum_of_squares(Tensor tensor) -> Tensor");
+  m.def("sum_of_squares(Tensor[] tensors) -> Tensor");
 }

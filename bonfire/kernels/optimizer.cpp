@@ -7,9 +7,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/maximum.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <torch/library.h>
 
 #include "bonfire/base/error.h"
@@ -94,17 +92,6 @@ BONFIRE_INLINE void copy_loop(T* __restrict out, const C* __restrict in, std::in
   for (std::int64_t i = 0; i < n; ++i) out[i] = cpu::store<T>(static_cast<compute_t<T>>(in[i]));
 }
 
-template <class T>
-BONFIRE_INLINE double squares_loop(const T* __restrict x, std::int64_t n) {
-  double sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (std::int64_t i = 0; i < n; ++i) {
-    const auto value = static_cast<double>(load(x[i]));
-    sum += value * value;
-  }
-  return sum;
-}
-
 #define BONFIRE_STEP_KERNELS(C, G)                                                                                    \
   BONFIRE_CLONES void adam_rows(C* p, const G* g, C* m, C* v, std::int64_t n, const AdamConstants<C>& k) {            \
     adam_loop(p, g, m, v, n, k);                                                                                      \
@@ -126,11 +113,6 @@ BONFIRE_STEP_KERNELS(double, float)
 BONFIRE_STEP_KERNELS(double, double)
 BONFIRE_STEP_KERNELS(double, c10::BFloat16)
 BONFIRE_STEP_KERNELS(double, c10::Half)
-
-BONFIRE_CLONES double squares_rows(const float* x, std::int64_t n) { return squares_loop(x, n); }
-BONFIRE_CLONES double squares_rows(const double* x, std::int64_t n) { return squares_loop(x, n); }
-BONFIRE_CLONES double squares_rows(const c10::BFloat16* x, std::int64_t n) { return squares_loop(x, n); }
-BONFIRE_CLONES double squares_rows(const c10::Half* x, std::int64_t n) { return squares_loop(x, n); }
 
 // Calls `body(C{}, G{})` with the parameters' and the gradients' element types.
 template <class Body>
@@ -244,23 +226,6 @@ void sgd_cpu(Tensor p, const Tensor& g, const OptionalTensor& buffer, const Opti
   });
 }
 
-Tensor sum_of_squares_cpu(const Tensor& given) {
-  const Tensor x = given.contiguous();
-  constexpr std::int64_t block = 16384;
-  const std::int64_t n = x.numel(), blocks = (n + block - 1) / block;
-  std::vector<double> sums(static_cast<std::size_t>(blocks));
-  cpu::dispatch_floating(x.scalar_type(), "sum_of_squares", [&](auto t) {
-    const auto* data = x.const_data_ptr<decltype(t)>();
-    at::parallel_for(0, blocks, 2, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i)
-        sums[static_cast<std::size_t>(i)] = squares_rows(data + i * block, std::min(block, n - i * block));
-    });
-  });
-  double total = 0;
-  for (const double sum : sums) total += sum;
-  return at::scalar_tensor(total, at::kDouble);
-}
-
 // The same steps out of torch's operators, for devices without a kernel of ours.
 Tensor scaled_gradient(const Tensor& p, const Tensor& g, const OptionalTensor& scale_tensor, double scale) {
   Tensor gradient = g.to(p.scalar_type()).mul(scale);
@@ -313,8 +278,6 @@ void sgd_composite(Tensor p, const Tensor& g, const OptionalTensor& buffer, cons
   p.add_(direction, -n[2]);
   if (low) low->copy_(p);
 }
-
-Tensor sum_of_squares_composite(const Tensor& x) { return at::linalg_vector_norm(x, 2, {}, false, at::kDouble).square_(); }
 
 OptionalTensor optional(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 
@@ -439,7 +402,7 @@ void adam_(std::span<const AdamBuffers> buffers, std::span<const AdamStep> steps
           steps.size());
   if (buffers.empty()) return;
   // Of what only some have, the others have an empty one; of what none has, there is no list.
-  const auto list = [&](Tensor AdamBuffers::* which) {
+  const auto list = [&](Tensor AdamBuffers::*which) {
     std::vector<Tensor> all;
     const bool any = std::any_of(buffers.begin(), buffers.end(), [&](const auto& b) { return (b.*which).defined(); });
     for (const AdamBuffers& b : buffers)
@@ -471,23 +434,15 @@ void sgd_(const SgdBuffers& b, const SgdStep& s) {
           s.maximize ? -s.gradient_scale : s.gradient_scale, s.nesterov);
 }
 
-Tensor sum_of_squares(const Tensor& tensor) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("bonfire::sum_of_squares", "").typed<Tensor(const Tensor&)>();
-  return op.call(tensor);
-}
-
 TORCH_LIBRARY_IMPL(bonfire, CPU, m) {
   m.impl("adam_", adam_cpu);
   m.impl("sgd_", sgd_cpu);
-  m.impl("sum_of_squares", sum_of_squares_cpu);
 }
 
 TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
   m.impl("adam_", adam_composite);
   m.impl("adam_all_", adam_all_composite);
   m.impl("sgd_", sgd_composite);
-  m.impl("sum_of_squares", sum_of_squares_composite);
 }
 
 }  // namespace bonfire

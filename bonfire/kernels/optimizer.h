@@ -73,8 +73,4 @@ using StepNumbers = std::array<double, step_numbers>;
 BONFIRE_API StepNumbers numbers_of(const AdamStep& step);
 BONFIRE_API StepNumbers numbers_of(const SgdStep& step);
 
-// Sum of the squares of all elements, as one fp64 element on the tensor's device. Accumulated in double in a fixed order,
-// whatever the number of threads.
-BONFIRE_API at::Tensor sum_of_squares(const at::Tensor& tensor);
-
 }  // namespace bonfire

@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/zeros.h>
 
 #include "bonfire/base/error.h"
-#include "bonfire/kernels/optimizer.h"
+#include "bonfire/kernels/sum_of_squares.h"
 #include "bonfire/shard/engine.h"
 
 namespace bonfire {
@@ -29,14 +30,12 @@ double largest(at::ScalarType type) {
 
 at::Tensor local_squares(const Engine& engine, const std::function<bool(const FlatParameter&)>& counts) {
   const at::NoGradGuard no_grad;
-  at::Tensor sum;
+  std::vector<at::Tensor> gradients;
   for (const auto& flat : engine.flats())
-    for (const auto& share : flat->trained()) {
-      if (counts && !counts(*flat)) continue;
-      const auto squares = sum_of_squares(share.gradient);
-      sum = sum.defined() ? sum.add_(squares) : squares;
-    }
-  if (sum.defined() || engine.flats().empty()) return sum.defined() ? sum : at::zeros({}, at::kDouble);
+    for (const auto& share : flat->trained())
+      if (!counts || counts(*flat)) gradients.push_back(share.gradient);
+  if (!gradients.empty()) return sum_of_squares(gradients);
+  if (engine.flats().empty()) return at::zeros({}, at::kDouble);
   return at::zeros({}, at::TensorOptions(at::kDouble).device(engine.flats().front()->parameters().front().device()));
 }
 

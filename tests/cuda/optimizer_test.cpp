@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 
 #include "bonfire/comm/device.h"
+#include "bonfire/kernels/sum_of_squares.h"
 #include "tests/support/gpu_ranks.h"
 #include "tests/support/update_cases.h"
 
@@ -151,6 +152,18 @@ TEST(GpuOptimizer, SumOfSquaresIsExactAndRepeatable) {
       EXPECT_NEAR(got, want, 1e-12 * std::max(1.0, want));
       EXPECT_EQ(sum_of_squares(x.to(gpu)).item<double>(), got);
     }
+  // Many of several types, in memory that is aligned and memory that is not, more of them than one launch takes.
+  std::vector<Tensor> many;
+  double want = 0;
+  for (int i = 0; i < 150; ++i) {
+    const Tensor x = at::randn({i * 1013 + 1}, i % 3 == 2 ? at::kBFloat16 : at::kFloat);
+    const Tensor part = x.narrow(0, i % 2, x.numel() - i % 2);
+    want += part.to(at::kDouble).square().sum().item<double>();
+    many.push_back(x.to(gpu).narrow(0, i % 2, x.numel() - i % 2));
+  }
+  const double got = sum_of_squares(many).item<double>();
+  EXPECT_NEAR(got, want, 1e-12 * want);
+  EXPECT_EQ(sum_of_squares(many).item<double>(), got);
 }
 
 }  // namespace

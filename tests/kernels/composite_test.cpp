@@ -179,8 +179,10 @@ TEST(Composite, Optimizers) {
     expect_close(p, p2);
     expect_close(m, m2);
   }
-  using Squares = Tensor(const Tensor&);
-  expect_close(composite<Squares>("bonfire::sum_of_squares", g), kernel<Squares>("bonfire::sum_of_squares", g));
+  using Squares = Tensor(at::TensorList);
+  const std::vector<Tensor> tensors{g, random({3, 7})};
+  expect_close(composite<Squares>("bonfire::sum_of_squares", at::TensorList(tensors)),
+               kernel<Squares>("bonfire::sum_of_squares", at::TensorList(tensors)));
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <ATen/Parallel.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/kernels/sum_of_squares.h"
 #include "tests/support/update_cases.h"
 
 namespace bonfire {
@@ -125,6 +126,9 @@ TEST(SumOfSquares, IsExactAndIndependentOfThreads) {
     at::set_num_threads(1);
     EXPECT_EQ(sum_of_squares(x).item<double>(), sum.item<double>());
     at::set_num_threads(2);
+    const Tensor other = at::randn({77}, at::kFloat);
+    EXPECT_NEAR(sum_of_squares({x, other}).item<double>(), expected + other.to(at::kDouble).square().sum().item<double>(),
+                1e-10 * expected);
   }
   EXPECT_EQ(sum_of_squares(at::randn({0})).item<double>(), 0);
 }
