@@ -1,6 +1,7 @@
 #include "bonfire/cuda/cross_entropy.h"
 
 #include "bonfire/cuda/device.cuh"
+#include "bonfire/cuda/launch.cuh"
 
 namespace bonfire::cuda {
 namespace {
@@ -51,6 +52,7 @@ template <class T, int width, bool gradient, int threads>
 __global__ void __launch_bounds__(threads, 1024 / threads)
     cross_entropy_kernel(T* logits, const std::int64_t* target, double* losses, std::int64_t classes, std::int64_t ignore,
                          int stashed) {
+  wait_for_kernels_before();
   using C = compute_t<T>;
   extern __shared__ double2 dynamic[];  // 16 bytes aligned
   auto* stash = reinterpret_cast<Pack<T, width>*>(dynamic);
@@ -74,9 +76,9 @@ __global__ void __launch_bounds__(threads, 1024 / threads)
   for (int i = threadIdx.x; i < packs; i += threads) {
     const Pack<T, width> x = pack_at<T, width>(at, i);
     if (gradient && i < stashed) stash[i] = x;
-    C top = load(x.at[0]);
+    C top = element(x, 0);
 #pragma unroll
-    for (int j = 1; j < width; ++j) top = max(top, load(x.at[j]));
+    for (int j = 1; j < width; ++j) top = max(top, element(x, j));
     top *= log2e<C>;
     if (own.top < top) {
       own.sum *= power_of_two<T>(own.top - top);
@@ -84,7 +86,7 @@ __global__ void __launch_bounds__(threads, 1024 / threads)
     }
     if (own.top == -INFINITY) continue;
 #pragma unroll
-    for (int j = 0; j < width; ++j) own.sum += power_of_two<T>(fma(load(x.at[j]), log2e<C>, -own.top));
+    for (int j = 0; j < width; ++j) own.sum += power_of_two<T>(fma(element(x, j), log2e<C>, -own.top));
   }
   const Softmax<C> all = softmax_of_block<T, threads>(own);
   if (threadIdx.x == 0)
@@ -97,10 +99,11 @@ __global__ void __launch_bounds__(threads, 1024 / threads)
     const auto softmax = [&](C x) { return power_of_two<T>(fma(x, log2e<C>, shift)) * scale; };
 #pragma unroll 4
     for (int i = threadIdx.x; i < packs; i += threads) {
-      Pack<T, width> x = i < stashed ? stash[i] : pack_at<T, width>(at, i);
+      const Pack<T, width> x = i < stashed ? stash[i] : pack_at<T, width>(at, i);
+      Pack<T, width> out;
 #pragma unroll
-      for (int j = 0; j < width; ++j) x.at[j] = store<T>(softmax(load(x.at[j])));
-      pack_at<T, width>(at, i) = x;
+      for (int j = 0; j < width; ++j) out.at[j] = store<T>(softmax(element(x, j)));
+      pack_at<T, width>(at, i) = out;
     }
     __syncthreads();
     if (threadIdx.x == 0) at[wanted] = store<T>(softmax(chosen) - C(1));
@@ -111,6 +114,7 @@ __global__ void __launch_bounds__(threads, 1024 / threads)
 
 void launch_cross_entropy(const CrossEntropyMemory& memory, cudaStream_t stream) {
   if (memory.rows == 0) return;
+  if (memory.gradient && launch_streamed_cross_entropy(memory, stream)) return;
   int device = 0, most_shared = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -124,9 +128,10 @@ void launch_cross_entropy(const CrossEntropyMemory& memory, cudaStream_t stream)
       const auto kernel =
           cross_entropy_kernel<T, decltype(width)::value, decltype(gradient)::value, decltype(threads)::value>;
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(stashed) * size);
-      kernel<<<static_cast<unsigned>(memory.rows), decltype(threads)::value, static_cast<std::size_t>(stashed) * size,
-               stream>>>(static_cast<T*>(memory.logits), memory.target, memory.losses, memory.classes, memory.ignore,
-                         static_cast<int>(stashed));
+      launch(kernel,
+             {static_cast<unsigned>(memory.rows), decltype(threads)::value, static_cast<std::size_t>(stashed) * size},
+             stream, static_cast<T*>(memory.logits), memory.target, memory.losses, memory.classes, memory.ignore,
+             static_cast<int>(stashed));
     };
     const auto run = [&](auto width, auto gradient) {
       const bool two_fit =

@@ -15,5 +15,8 @@ struct CrossEntropyMemory {
   bool gradient = false;  // softmax minus one-hot replaces the logits; zeros where the target is ignored
 };
 void launch_cross_entropy(const CrossEntropyMemory& memory, cudaStream_t stream);
+// The same with the gradient, for rows of two-byte elements that fit into a few multiprocessors: false where they do not, or
+// where the GPU lacks what it takes.
+bool launch_streamed_cross_entropy(const CrossEntropyMemory& memory, cudaStream_t stream);
 
 }  // namespace bonfire::cuda

@@ -335,8 +335,8 @@ TEST_P(GpuKernels, CrossEntropy) {
             [=](const Tensors& t) { return Tensors{reference(at::linear(t[0], t[1]))}; },
             {at::randn({2, 7, 16}), at::randn({classes, 16}) / 4}, check());
     }
-  // More rows than there are multiprocessors, of lengths that fit into the shared memory of one, and that do not.
-  for (const auto& [rows, classes] : {std::pair<std::int64_t, std::int64_t>{300, 30000}, {150, 128256}}) {
+  // More rows than there are multiprocessors, of lengths that fit into the shared memory of one, of two and of four.
+  for (const auto& [rows, classes] : {std::pair<std::int64_t, std::int64_t>{300, 30000}, {150, 128256}, {70, 200000}}) {
     SCOPED_TRACE(::testing::Message() << rows << " rows of " << classes);
     Tensor target = at::randint(classes, {rows}, at::kLong);
     target[3] = target[rows - 1] = -100;
