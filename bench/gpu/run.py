@@ -20,7 +20,7 @@ sys.path.insert(0, str(HERE.parent / "peers"))
 from train_gpu import MODELS  # noqa: E402
 
 PEAK = 989e12
-KINDS = [("products", r"nvjet|gemm|cutlass|splitK|cublas"), ("attention", r"sdpa|flash|fmha|cudnn"),
+KINDS = [("products, activations within them", r"nvjet|gemm|cutlass|splitK|cublas|edge_kernel"), ("attention", r"sdpa|flash|fmha|cudnn"),
          ("optimizer, norm of gradients", r"[Aa]dam|squares|sum_kernel|multi_tensor|lpnorm"),
          ("loss", r"cross_entropy|log_softmax|nll_loss"), ("to eight bits", r"quantize|magnitude"), ("copies and fills", r"^(copy|fill)$"),
          ("norms, activations, rotation, the rest", r"")]
