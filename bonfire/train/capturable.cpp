@@ -4,20 +4,24 @@
 
 namespace bonfire {
 
-// Whatever the host decides or counts anew in each step is one number for ever in a step that was captured.
-std::string hindrance_to_graphs(const Config& config) {
-  const auto& train = config.train;
+std::string hindrance_to_device_steps(const Config& config) {
   const auto& layout = config.layout;
   if (layout.pipeline > 1) return fmt::format("layout.pipeline = {}: the host runs the schedule", layout.pipeline);
   if (layout.offload != "none")
     return fmt::format("layout.offload = \"{}\": the host updates what is offloaded", layout.offload);
   if (layout.compression == "powersgd") return "layout.compression = \"powersgd\": the host says what becomes of its errors";
-  if (layout.negotiate_order) return "layout.negotiate_order = true: the hosts agree on every gather";
-  if (train.precision == "fp16") return "train.precision = \"fp16\": the host decides on the scale of the loss";
+  if (config.train.precision == "fp16") return "train.precision = \"fp16\": the host decides on the scale of the loss";
+  if (config.fault.nan_step > 0) return fmt::format("fault.nan_step = {}: that step is another one", config.fault.nan_step);
+  return {};
+}
+
+// Whatever the host decides or counts anew in each step is one number for ever in a step that was captured.
+std::string hindrance_to_graphs(const Config& config) {
+  if (auto hindrance = hindrance_to_device_steps(config); !hindrance.empty()) return hindrance;
+  if (config.layout.negotiate_order) return "layout.negotiate_order = true: the hosts agree on every gather";
   if (config.model.spec.dropout > 0)
     return fmt::format("model.dropout = {}: the host draws what is dropped", config.model.spec.dropout);
   if (config.run.debug_collectives) return "run.debug_collectives = true: the hosts compare every collective";
-  if (config.fault.nan_step > 0) return fmt::format("fault.nan_step = {}: that step is another one", config.fault.nan_step);
   return {};
 }
 

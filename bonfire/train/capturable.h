@@ -9,6 +9,10 @@
 
 namespace bonfire {
 
+// What makes the host take part in every step of this configuration, so that it has to know what the last one came to: a key
+// with its value, and why. Empty where nothing does.
+BONFIRE_API std::string hindrance_to_device_steps(const Config& config);
+
 // What keeps whole steps of this configuration from being captured and replayed: a key with its value, and why. Empty where
 // nothing does.
 BONFIRE_API std::string hindrance_to_graphs(const Config& config);

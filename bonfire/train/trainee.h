@@ -25,6 +25,8 @@ class StepReading {
   };
   // Host: waits until it is there.
   virtual Values read() = 0;
+  // Whether the step was captured before, and not issued anew.
+  virtual bool replayed() const = 0;
 };
 
 // What a rank trains: a whole model under an engine, or its stages of one in a pipeline.

@@ -25,12 +25,12 @@ std::shared_ptr<Model> make_model(const World& world, const Config& config, cons
   return model;
 }
 
-std::unique_ptr<StepGraph> make_graph(const World& world, const Config& config, const Mesh& mesh) {
-  if (wants_graphs(config, world.device())) return std::make_unique<StepGraph>(world, mesh, config);
+std::unique_ptr<DeviceSteps> make_steps(const World& world, const Config& config, const Mesh& mesh) {
+  if (world.device().is_cpu()) return nullptr;
   const auto hindrance = hindrance_to_graphs(config);
-  if (world.rank() == 0 && !world.device().is_cpu() && config.train.graphs == "auto")
+  if (world.rank() == 0 && config.train.graphs == "auto" && !hindrance.empty())
     world.log().info("steps are not captured: {}", hindrance);
-  return nullptr;
+  return hindrance_to_device_steps(config).empty() ? std::make_unique<DeviceSteps>(world, mesh, config) : nullptr;
 }
 
 }  // namespace
@@ -41,15 +41,19 @@ WholeModel::WholeModel(const World& world, const Config& config, const Mesh& mes
       model(make_model(world, config, mesh)),
       engine(shard(mesh, *model, engine_options(config, world.log()))),
       optimizer(make_optimizer(engine, config)),
-      graph_(make_graph(world, config, mesh)) {}
+      steps_(make_steps(world, config, mesh)) {}
 
 std::shared_ptr<StepReading> WholeModel::whole_step(const std::vector<Batch>& microbatches, const Pass& pass,
                                                     const StepOptions& options) {
-  return graph_ ? graph_->step(*this, microbatches, pass, options) : nullptr;
+  return steps_ ? steps_->step(*this, microbatches, pass, options) : nullptr;
 }
 
 at::Tensor WholeModel::forward_backward(const std::vector<Batch>& microbatches, const Pass& pass) {
-  if (graph_) graph_->settle();
+  if (steps_) steps_->settle();
+  return passes(microbatches, pass);
+}
+
+at::Tensor WholeModel::passes(const std::vector<Batch>& microbatches, const Pass& pass) {
   const auto device = world_.device();
   const auto count = microbatches.size();
   auto first_sample = pass.first_sample;

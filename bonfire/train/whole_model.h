@@ -6,7 +6,7 @@
 #include "bonfire/models/model.h"
 #include "bonfire/shard/engine.h"
 #include "bonfire/train/config.h"
-#include "bonfire/train/step_graph.h"
+#include "bonfire/train/device_steps.h"
 #include "bonfire/train/trainee.h"
 
 namespace bonfire {
@@ -25,6 +25,9 @@ class BONFIRE_API WholeModel final : public Trainee {
   void set_lr(double lr) override { optimizer->set_lr(lr); }
   at::Tensor evaluate(const std::vector<Batch>& microbatches, std::size_t counted) override;
 
+  // forward_backward, whatever steps before are still under way. Collective.
+  at::Tensor passes(const std::vector<Batch>& microbatches, const Pass& pass);
+
  private:
   World world_;
   Config::Fault fault_;
@@ -35,7 +38,7 @@ class BONFIRE_API WholeModel final : public Trainee {
   std::unique_ptr<Optimizer> optimizer;
 
  private:
-  std::unique_ptr<StepGraph> graph_;  // null: every step is taken in parts
+  std::unique_ptr<DeviceSteps> steps_;  // null: every step is taken in parts
 };
 
 }  // namespace bonfire

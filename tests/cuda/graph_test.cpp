@@ -100,6 +100,9 @@ struct Course {
 
 using Change = std::function<void(std::int64_t step, StepBatches& batches)>;
 
+// Makes the host take all steps part by part, as it takes those that are traced.
+const std::vector<std::string> in_parts{"train.trace_from=1", "train.trace_steps=1000"};
+
 // The loop's steps, each read when the next is under way.
 Course train_steps(World& world, const Config& config, const Change& change = {}) {
   bonfire::Run run(world, config);
@@ -117,8 +120,10 @@ Course train_steps(World& world, const Config& config, const Change& change = {}
   for (std::int64_t step = 1; step <= config.train.steps; ++step) {
     auto batches = *run.loader.next();
     if (change) change(step, batches);
+    tracer.begin_step(step);
     auto taken = take_step(run, batches, step, tracer);
-    course.replayed += taken.reading != nullptr;
+    EXPECT_EQ(taken.reading != nullptr, step > 1 && !tracer.tracing());
+    course.replayed += taken.reading && taken.reading->replayed();
     if (running) conclude(*running);
     running = std::move(taken);
   }
@@ -154,7 +159,13 @@ std::vector<std::vector<std::string>> layouts(int ranks) {
           {fmt::format("layout.shard={}", ranks), "layout.sharded=parameters"}};
 }
 
-// Law: losses, norms, weights and the list of collectives of steps that are replayed are those of steps that are not.
+std::vector<std::string> with(std::vector<std::string> overrides, const std::vector<std::string>& others) {
+  overrides.insert(overrides.end(), others.begin(), others.end());
+  return overrides;
+}
+
+// Law: losses, norms, weights and the list of collectives of steps that are issued at once, or replayed, are those of steps
+// that the host takes part by part.
 TEST_P(GpuGraphs, ReplayedStepsAreTheSameSteps) {
   BONFIRE_SKIP_WITHOUT_GPU();
   make_deterministic();
@@ -165,13 +176,16 @@ TEST_P(GpuGraphs, ReplayedStepsAreTheSameSteps) {
         SCOPED_TRACE(fmt::format("{}, {} microbatches", layout.empty() ? "" : layout.back(), accumulation));
         auto overrides = layout;
         overrides.push_back(fmt::format("train.microbatch={}", 24 / world.size() / accumulation));
+        const auto plain = train_steps(world, config_of(model, world.size(), with(overrides, in_parts)));
         overrides.push_back("train.graphs=off");
-        const auto plain = train_steps(world, config_of(model, world.size(), overrides));
+        const auto issued = train_steps(world, config_of(model, world.size(), overrides));
         overrides.back() = "train.graphs=on";
         const auto replayed = train_steps(world, config_of(model, world.size(), overrides));
-        EXPECT_EQ(plain.replayed, 0);
+        EXPECT_EQ(plain.replayed + issued.replayed, 0);
         EXPECT_EQ(replayed.replayed, 9);
+        expect_equal(issued, plain);
         expect_equal(replayed, plain);
+        EXPECT_EQ(issued.collectives, plain.collectives);
         EXPECT_EQ(replayed.collectives, plain.collectives);
         // The learning rate really moves what replays do.
         if (accumulation > 1 || !layout.empty()) continue;
@@ -181,7 +195,7 @@ TEST_P(GpuGraphs, ReplayedStepsAreTheSameSteps) {
   });
 }
 
-// A batch of another shape is taken in parts between replays, and one whose loss is not finite changes nothing.
+// A batch of another shape is issued between replays, and one whose loss is not finite changes nothing.
 TEST_P(GpuGraphs, OddStepsBetweenReplays) {
   BONFIRE_SKIP_WITHOUT_GPU();
   make_deterministic();
@@ -199,14 +213,28 @@ TEST_P(GpuGraphs, OddStepsBetweenReplays) {
       for (const char* optimizer : {"adamw", "sgd"}) {
         auto overrides = layout;
         overrides.push_back(std::string("optimizer.type=") + optimizer);
+        const auto plain = train_steps(world, config_of(model, world.size(), with(overrides, in_parts)), change);
+        EXPECT_EQ(plain.skipped[8], model == "mlp");
         overrides.push_back("train.graphs=off");
-        const auto plain = train_steps(world, config_of(model, world.size(), overrides), change);
+        expect_equal(train_steps(world, config_of(model, world.size(), overrides), change), plain);
         overrides.back() = "train.graphs=on";
         const auto replayed = train_steps(world, config_of(model, world.size(), overrides), change);
         EXPECT_EQ(replayed.replayed, 8);
-        EXPECT_EQ(plain.skipped[8], model == "mlp");
         expect_equal(replayed, plain);
       }
+  });
+}
+
+// What is dropped is drawn by the host, so that nothing is captured; the host waits for nothing all the same.
+TEST(GpuGraphDropout, IssuedStepsAreTheSameSteps) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
+  run_gpu_ranks(1, [](World& world) {
+    const std::vector<std::string> overrides{"model.dropout=0.25", "train.microbatch=8"};
+    const auto plain = train_steps(world, config_of("gpt2", 1, with(overrides, in_parts)));
+    const auto issued = train_steps(world, config_of("gpt2", 1, overrides));
+    EXPECT_EQ(issued.replayed, 0);
+    expect_equal(issued, plain);
   });
 }
 
@@ -287,7 +315,7 @@ TEST(GpuGraphMemory, NothingIsHeldTwice) {
       Tracer tracer(world, run.config, "");
       for (std::int64_t step = 1; step <= 6; ++step) {
         auto taken = take_step(run, *run.loader.next(), step, tracer);
-        EXPECT_EQ(taken.reading != nullptr, std::string(graphs) == "on" && step > 3);
+        EXPECT_EQ(taken.reading && taken.reading->replayed(), std::string(graphs) == "on" && step > 3);
         read(run, taken);
       }
       return run.memory.peak();
@@ -321,7 +349,8 @@ TEST_P(GpuGraphFailure, AStepThatCannotBeCaptured) {
       try {
         for (std::int64_t step = 1; step <= 8; ++step) {
           auto taken = take_step(run, *run.loader.next(), step, tracer);
-          EXPECT_EQ(taken.reading, nullptr);
+          EXPECT_FALSE(taken.reading && taken.reading->replayed());
+          read(run, taken);
           losses.push_back(taken.loss.mean);
         }
       } catch (const Error& failure) {

@@ -59,6 +59,11 @@ TEST(Capturable, WhatTheHostDecidesHinders) {
   EXPECT_EQ(hindrance_to_graphs(config_of(staged, 2)), "layout.pipeline = 2: the host runs the schedule");
   EXPECT_EQ(hindrance_to_graphs(config_of({"train.precision=fp8"})), "");
   EXPECT_EQ(hindrance_to_graphs(config_of({"train.precision=bf16"})), "");
+  // The host need not know what a step came to because of these.
+  for (const char* word : {"model.dropout=0.5", "layout.negotiate_order=true", "run.debug_collectives=true"})
+    EXPECT_EQ(hindrance_to_device_steps(config_of({word})), "") << word;
+  EXPECT_EQ(hindrance_to_device_steps(config_of({"train.precision=fp16"})),
+            "train.precision = \"fp16\": the host decides on the scale of the loss");
 }
 
 }  // namespace

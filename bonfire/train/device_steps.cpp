@@ -1,4 +1,4 @@
-#include "bonfire/train/step_graph.h"
+#include "bonfire/train/device_steps.h"
 
 #include <algorithm>
 #include <cmath>
@@ -11,14 +11,15 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/train/capturable.h"
 #include "bonfire/train/whole_model.h"
 
 namespace bonfire {
 namespace {
 
-// In the first step buffers are made, orders agreed on, and products tried; in the second parameters lie where they will
-// stay, and products that add to a gradient are tried.
-constexpr std::int64_t steps_in_parts = 3;
+// In the first step, which is taken in parts, buffers are made, orders agreed on, and products tried; in the second
+// parameters lie where they will stay, and products that add to a gradient are tried.
+constexpr std::int64_t steps_before_capture = 2;
 
 bool alike(const at::Tensor& a, const at::Tensor& b) { return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type(); }
 
@@ -31,11 +32,12 @@ bool alike(const std::vector<Batch>& a, const std::vector<Batch>& b) {
 }  // namespace
 
 // A copy of the result on its way to the host.
-class StepGraph::Reading final : public StepReading {
+class DeviceSteps::Reading final : public StepReading {
  public:
-  Reading(const at::Tensor& result, Optimizer& optimizer)
+  Reading(const at::Tensor& result, Optimizer& optimizer, bool replayed)
       : device_(result.device()),
         optimizer_(optimizer),
+        replayed_(replayed),
         values_(at::empty_like(result, at::TensorOptions(at::kCPU).pinned_memory(true))),
         arrived_(std::make_shared<c10::Event>(result.device().type())) {
     values_.copy_(result, /*non_blocking=*/true);
@@ -47,6 +49,8 @@ class StepGraph::Reading final : public StepReading {
     const auto* values = values_.const_data_ptr<double>();
     return {.own_loss = values[0], .sum_of_losses = values[1], .gradient_norm = values[2]};
   }
+
+  bool replayed() const override { return replayed_; }
 
   void settle() {
     if (std::exchange(settled_, true)) return;
@@ -67,57 +71,68 @@ class StepGraph::Reading final : public StepReading {
  private:
   at::Device device_;
   Optimizer& optimizer_;
+  bool replayed_;
   at::Tensor values_;
   std::shared_ptr<c10::Event> arrived_;
   bool settled_ = false;
 };
 
-StepGraph::StepGraph(const World& world, const Mesh& mesh, const Config& config)
-    : world_(world), mesh_(mesh), must_(config.train.graphs == "on") {}
+DeviceSteps::DeviceSteps(const World& world, const Mesh& mesh, const Config& config)
+    : world_(world), mesh_(mesh), captures_(wants_graphs(config, world.device())), must_(config.train.graphs == "on") {}
 
-StepGraph::~StepGraph() = default;
+DeviceSteps::~DeviceSteps() = default;
 
-void StepGraph::settle() {
+void DeviceSteps::settle() {
   for (const auto& reading : unread_) reading->settle();
   unread_.clear();
 }
 
-std::shared_ptr<StepReading> StepGraph::step(WholeModel& model, const std::vector<Batch>& microbatches,
-                                             const Trainee::Pass& pass, const StepOptions& options) {
-  if (given_up_) return nullptr;
+std::shared_ptr<StepReading> DeviceSteps::step(WholeModel& model, const std::vector<Batch>& microbatches,
+                                               const Trainee::Pass& pass, const StepOptions& options) {
+  if (!std::exchange(begun_, true)) return nullptr;
+  // Numbers are prepared for both that the last step may have come to, and not for more.
+  while (!unread_.empty() && (unread_.front()->settled() || unread_.size() > 1)) {
+    unread_.front()->settle();
+    unread_.pop_front();
+  }
+  if (!result_.defined()) result_ = at::empty({3}, at::TensorOptions(at::kDouble).device(world_.device()));
+  if (captures_ && !work_) approach_capture(model, microbatches, pass, options);
+  model.optimizer->prepare_on_device(/*unknown=*/!unread_.empty());
+  const bool replays = work_ && alike(microbatches, inputs_);
+  if (replays) {
+    for (std::size_t at = 0; at < inputs_.size(); ++at) {
+      inputs_[at].input.copy_(microbatches[at].input, /*non_blocking=*/true);
+      inputs_[at].target.copy_(microbatches[at].target, /*non_blocking=*/true);
+    }
+    work_->replay();
+    for (const auto& flat : model.engine.flats()) flat->values_changed();
+  } else {
+    issue(model, microbatches, pass, options);
+  }
+  auto reading = std::make_shared<Reading>(result_, *model.optimizer, replays);
+  if (replays)
+    for (const auto& collective : collectives_) collective(reading->ended());
+  unread_.push_back(reading);
+  return reading;
+}
+
+void DeviceSteps::approach_capture(WholeModel& model, const std::vector<Batch>& microbatches, const Trainee::Pass& pass,
+                                   const StepOptions& options) {
   if (!alike(microbatches, inputs_)) {
-    if (work_) return nullptr;
-    in_parts_ = 0;
+    issued_ = 0;
     inputs_.clear();
     for (const auto& batch : microbatches)
       inputs_.push_back({.input = at::empty_like(batch.input, at::TensorOptions(world_.device()).pinned_memory(false)),
                          .target = at::empty_like(batch.target, at::TensorOptions(world_.device()).pinned_memory(false)),
                          .samples = {}});
   }
-  if (!work_) {
-    if (in_parts_++ < steps_in_parts) return nullptr;
-    if (!capture(model, pass, options)) return nullptr;
-  }
-  for (std::size_t at = 0; at < inputs_.size(); ++at) {
-    inputs_[at].input.copy_(microbatches[at].input, /*non_blocking=*/true);
-    inputs_[at].target.copy_(microbatches[at].target, /*non_blocking=*/true);
-  }
-  // Numbers are prepared for both that the last step may have come to, and not for more.
-  while (!unread_.empty() && (unread_.front()->settled() || unread_.size() > 1)) {
-    unread_.front()->settle();
-    unread_.pop_front();
-  }
-  model.optimizer->prepare_on_device(/*unknown=*/!unread_.empty());
-  work_->replay();
-  for (const auto& flat : model.engine.flats()) flat->values_changed();
-  auto reading = std::make_shared<Reading>(result_, *model.optimizer);
-  for (const auto& collective : collectives_) collective(reading->ended());
-  unread_.push_back(reading);
-  return reading;
+  if (issued_++ < steps_before_capture) return;
+  // What is captured must not meet what is under way.
+  settle();
+  capture(model, pass, options);
 }
 
-bool StepGraph::capture(WholeModel& model, const Trainee::Pass& pass, const StepOptions& options) {
-  result_ = at::empty({3}, at::TensorOptions(at::kDouble).device(world_.device()));
+void DeviceSteps::capture(WholeModel& model, const Trainee::Pass& pass, const StepOptions& options) {
   model.optimizer->prepare_on_device(/*unknown=*/false);
   auto work = make_captured_work(world_.device());
   calls_ = std::make_unique<CapturedCalls>(*model.model, world_.device());
@@ -127,7 +142,8 @@ bool StepGraph::capture(WholeModel& model, const Trainee::Pass& pass, const Step
   try {
     work->capture([&] {
       model.engine.forget_uses();
-      issue(model, pass, options);
+      issue(model, inputs_, pass, options);
+      calls_->issue();
     });
   } catch (const Error& error) {
     problem = error.what();
@@ -146,25 +162,25 @@ bool StepGraph::capture(WholeModel& model, const Trainee::Pass& pass, const Step
   if (failed == 0) {
     work_ = std::move(work);
     calls_->captured();
-    return true;
+    return;
   }
-  given_up_ = true;
+  captures_ = false;
   calls_->failed();
+  calls_.reset();
   collectives_.clear();
   inputs_.clear();
-  result_.reset();
   const auto words = problem.empty() ? fmt::format("rank {} could not", group.size() - failed)
                                      : fmt::format("in its {}: {}", place_, problem);
   if (must_) fail("step {} cannot be captured (train.graphs = \"on\"; allowed: auto | off): {}", pass.step, words);
   if (!problem.empty())
     world_.log().warning("step {} cannot be captured, and steps go on without (train.graphs = \"auto\"): {}", pass.step,
                          words);
-  return false;
 }
 
-void StepGraph::issue(WholeModel& model, const Trainee::Pass& pass, const StepOptions& options) {
+void DeviceSteps::issue(WholeModel& model, const std::vector<Batch>& microbatches, const Trainee::Pass& pass,
+                        const StepOptions& options) {
   place_ = "forward and backward";
-  const auto own = model.forward_backward(inputs_, pass);
+  const auto own = model.passes(microbatches, pass);
   auto sum = own.clone();
   mesh_.group(Axis::data).all_reduce(sum).wait();
   place_ = "update";
@@ -172,7 +188,6 @@ void StepGraph::issue(WholeModel& model, const Trainee::Pass& pass, const StepOp
   result_.narrow(0, 0, 1).copy_(own);
   result_.narrow(0, 1, 1).copy_(sum);
   result_.narrow(0, 2, 1).copy_(norm.view({1}));
-  calls_->issue();
 }
 
 }  // namespace bonfire
