@@ -22,7 +22,7 @@ from train_gpu import MODELS  # noqa: E402
 PEAK = 989e12
 KINDS = [("products, activations within them", r"nvjet|gemm|cutlass|splitK|cublas|edge_kernel"), ("attention", r"sdpa|flash|fmha|cudnn"),
          ("optimizer, norm of gradients", r"[Aa]dam|squares|sum_kernel|multi_tensor|lpnorm"),
-         ("loss", r"cross_entropy|log_softmax|nll_loss"), ("to eight bits", r"quantize|magnitude"), ("copies and fills", r"^(copy|fill)$"),
+         ("loss", r"cross_entropy|streamed_kernel|log_softmax|nll_loss"), ("to eight bits", r"quantize|magnitude"), ("copies and fills", r"^(copy|fill)$"),
          ("norms, activations, rotation, the rest", r"")]
 # What Bonfire is told beside its file: to keep what there is memory for, within what torch.compile takes; for the largest
 # model, that gradients are kept as the products round them, in bf16, as autocast leaves them in PyTorch.

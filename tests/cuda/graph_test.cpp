@@ -101,7 +101,7 @@ struct Course {
 using Change = std::function<void(std::int64_t step, StepBatches& batches)>;
 
 // Makes the host take all steps part by part, as it takes those that are traced.
-const std::vector<std::string> in_parts{"train.trace_from=1", "train.trace_steps=1000"};
+const std::vector<std::string> in_parts{"train.trace_from=1", "train.trace_steps=12"};
 
 // The loop's steps, each read when the next is under way.
 Course train_steps(World& world, const Config& config, const Change& change = {}) {
