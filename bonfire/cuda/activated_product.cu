@@ -35,6 +35,8 @@ constexpr int threads_of = multipliers* group_threads + (finishers + 1) * 32;
 constexpr int cluster = 2;
 constexpr int pairs_together = 8;  // of blocks, one above the other: so many share what the L2 cache holds
 
+constexpr int finishers_meet = 1, multipliers_meet = 2;  // barriers of the block; the second of each multiplier
+
 enum class Way { forward, backward };
 
 // Columns of the activation that a tile makes: SwiGLU's forward has gates on the left and ups on the right.
@@ -189,6 +191,8 @@ __device__ void multiply_tiles(const Work& work, Shared& shared, int group) {
           sums[block * 4 + 2] += low;
           sums[block * 4 + 3] += high;
         }
+        // One thread releases the place for all, and with it their biases.
+        meet<group_threads>(multipliers_meet + group);
       }
     }
     release(p.before());
@@ -346,13 +350,13 @@ class Finisher {
 
   __device__ void add_sums(const Tile& tile) {
     for (int j = 0; j < 8; ++j) shared_.sums[warp_][piece_ * 8 + j] = sums_[j];
-    meet<1, finishers * 32>();
+    meet<finishers * 32>(finishers_meet);
     for (int at = warp_ * 32 + lane_; at < tile_columns && tile.column + at < work_.columns; at += finishers * 32) {
       float sum = 0;
       for (int other = 0; other < finishers; ++other) sum += shared_.sums[other][at];
       work_.parts[static_cast<std::int64_t>(tile.row / tile_rows) * work_.columns + tile.column + at] = sum;
     }
-    meet<1, finishers * 32>();
+    meet<finishers * 32>(finishers_meet);
   }
 
   const Work& work_;
@@ -469,8 +473,8 @@ bool suits_hopper(const EdgeShape& shape) {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major == 9 && has_tensor_maps() && shape.inner % 8 == 0 && shape.columns % width == 0 && tiles >= processors &&
-         shape.rows <= 0x7fffff00 && shape.columns <= 0x3fffffff;
+  return major == 9 && has_tensor_maps() && shape.inner > 0 && shape.inner % 8 == 0 && shape.columns % width == 0 &&
+         tiles >= processors && shape.rows <= 0x7fffff00 && shape.columns <= 0x7fffff;
 }
 
 }  // namespace bonfire::cuda

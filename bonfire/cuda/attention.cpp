@@ -67,7 +67,7 @@ class Plan {
   // Whether cuDNN knows how.
   bool taken() const { return taken_; }
 
-  // Any number of threads may.
+  // Any number of threads may: a handle is a thread's own, and what was built is only read.
   void run(Memory memory, const at::TensorOptions& options) const {
     const Tensor workspace = at::empty({workspace_}, options.dtype(at::kByte));
     auto status = graph_.execute(at::native::getCudnnHandle(), memory, workspace.data_ptr());

@@ -1,8 +1,8 @@
 #include "bonfire/cuda/checksum.h"
 
-#include "bonfire/cuda/launch.cuh"
-
 #include <algorithm>
+
+#include "bonfire/cuda/launch.cuh"
 
 namespace bonfire::cuda {
 namespace {

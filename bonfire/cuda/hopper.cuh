@@ -63,9 +63,9 @@ __device__ inline void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // Of some warps of a block. Barrier 0 is that of all.
-template <int barrier, int threads>
-__device__ inline void meet() {
-  asm volatile("bar.sync %0, %1;" ::"n"(barrier), "n"(threads) : "memory");
+template <int threads>
+__device__ inline void meet(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(threads) : "memory");
 }
 
 // Copies of tiles: `column` and `row` of the first element.

@@ -239,6 +239,7 @@ __global__ void __launch_bounds__(32 * (most_warps + 1), 1) streamed_kernel(Stre
       }
     }
   }
+  __syncwarp();
   hopper::meet_cluster();  // nobody is sent anything after it has ended
 }
 

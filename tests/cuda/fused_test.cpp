@@ -8,6 +8,7 @@
 #include "bonfire/kernels/activated_product.h"
 #include "bonfire/kernels/product.h"
 #include "bonfire/kernels/qkv.h"
+#include "tests/support/feed.h"
 #include "tests/support/fp8_cases.h"
 #include "tests/support/fused_cases.h"
 #include "tests/support/gpu_ranks.h"
@@ -133,7 +134,32 @@ TEST(GpuActivatedProducts, LeaveOthersAlone) {
   EXPECT_FALSE(activated_product(Activation::gelu, x.to(at::kHalf), weight.to(at::kHalf), {}));
   EXPECT_FALSE(activated_product(Activation::gelu, x.narrow(0, 0, 64), weight, {}));
   EXPECT_FALSE(activated_product(Activation::gelu, x.narrow(1, 0, 128), weight.narrow(1, 0, 128), {}));
-  EXPECT_FALSE(activated_product(Activation::gelu, x, weight.flatten().narrow(0, 1, 2040 * 256).view({2040, 256}), {}));
+  ASSERT_EQ(gpu_info(0).major == 9, activated_product(Activation::gelu, x, weight.narrow(0, 0, 1984), {}).has_value());
+  EXPECT_FALSE(activated_product(Activation::gelu, x, weight.flatten().narrow(0, 1, 1984 * 256).view({1984, 256}), {}));
+}
+
+// As layers use them: forward hands the activation on, backward the sums for a bias.
+TEST(GpuActivatedProducts, InsideLayersFollowTheirParts) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  at::manual_seed(5);
+  const bonfire::testing::KernelCheck check{.type = at::kBFloat16, .device = gpu};
+  for (const bool gated : {true, false})
+    for (const bool keep : {true, false}) {
+      const bonfire::testing::Feed feed{
+          gated ? Activation::swiglu : Activation::gelu, !gated, !gated, 4100, 256, 1088, keep};
+      SCOPED_TRACE(name(feed));
+      const auto given = feed.inputs();
+      const auto first = on(check, given), second = on(check, given);
+      const auto together = feed.fused(first), apart = feed.parts(second);
+      const Tensor weight = at::randn_like(together[0]);
+      const auto a = gradients_of(together, first, weight), b = gradients_of(apart, second, weight);
+      const auto distance = [](const Tensor& x, const Tensor& y) {
+        return ((x - y).abs().max() / y.abs().max()).item<double>();
+      };
+      EXPECT_LE(distance(together[0], apart[0]), 0x1p-6);
+      for (std::size_t i = 0; i < a.size(); ++i)
+        if (b[i].abs().max().item<double>() > 0) EXPECT_LE(distance(a[i], b[i]), 0x1p-6) << i;
+    }
 }
 
 TEST(GpuFp8, QuantizedIsNear) {
