@@ -14,6 +14,7 @@
 #include "bench/cpu/small_llama.h"
 #include "bonfire/base/clock.h"
 #include "bonfire/kernels/optimizer.h"
+#include "bonfire/kernels/sum_of_squares.h"
 #include "bonfire/models/model.h"
 
 int main(int argc, char** argv) {
@@ -39,12 +40,11 @@ int main(int argc, char** argv) {
     for (auto& parameter : model->parameters()) parameter.mutable_grad().reset();
     model->loss(tokens.narrow(1, 0, sequence).contiguous(), tokens.narrow(1, 1, sequence).contiguous()).backward();
     const auto parameters = model->parameters();
-    double squares = 0;
-    for (const auto& parameter : parameters)
-      squares += sum_of_squares(parameter.grad().contiguous().view(-1)).item<double>();
-    const double scale = std::min(1.0, 1.0 / (std::sqrt(squares) + 1e-6));
+    std::vector<at::Tensor> gradients;
+    for (const auto& parameter : parameters) gradients.push_back(parameter.grad().contiguous().view(-1));
+    const double scale = std::min(1.0, 1.0 / (std::sqrt(sum_of_squares(gradients).item<double>()) + 1e-6));
     for (std::size_t at = 0; at < parameters.size(); ++at) {
-      buffers[at].gradients = parameters[at].grad().contiguous().view(-1);
+      buffers[at].gradients = gradients[at];
       adam_(buffers[at],
             {.lr = 3e-4, .beta1 = 0.9, .beta2 = 0.95, .weight_decay = 0.1, .step = step + 1, .gradient_scale = scale});
     }

@@ -152,7 +152,8 @@ TEST(GpuActivatedProducts, InsideLayersFollowTheirParts) {
       const auto first = on(check, given), second = on(check, given);
       const auto together = feed.fused(first), apart = feed.parts(second);
       const Tensor weight = at::randn_like(together[0]);
-      const auto a = gradients_of(together, first, weight), b = gradients_of(apart, second, weight);
+      const auto a = bonfire::testing::gradients_of(together, first, weight);
+      const auto b = bonfire::testing::gradients_of(apart, second, weight);
       const auto distance = [](const Tensor& x, const Tensor& y) {
         return ((x - y).abs().max() / y.abs().max()).item<double>();
       };
