@@ -1,8 +1,10 @@
 #include "bonfire/comm/gloo_backend.h"
 
 #include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <mutex>
+#include <vector>
 
 #include <gloo/common/error.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -154,6 +156,16 @@ class GlooBackend final : public C10dBackend {
 
 }  // namespace
 
+namespace {
+
+// Until all ranks are connected to all: one that ends at once would close connections that others are still waiting for.
+void await_connections(c10d::Store& store, const CommunicatorOptions& options) {
+  if (store.add("connected", 1) == options.size) store.set("all_connected", std::vector<std::uint8_t>{1});
+  store.wait({"all_connected"}, options.timeout);
+}
+
+}  // namespace
+
 std::shared_ptr<Backend> make_gloo_backend(c10::intrusive_ptr<c10d::Store> store, const CommunicatorOptions& options) {
   switch_flight_recorder_off();
   auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
@@ -161,7 +173,9 @@ std::shared_ptr<Backend> make_gloo_backend(c10::intrusive_ptr<c10d::Store> store
   gloo->devices.push_back(interface && *interface ? c10d::ProcessGroupGloo::createDeviceForInterface(interface)
                                                   : c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
   return with_peers([&] {
-    return adopt_gloo_backend(c10::make_intrusive<c10d::ProcessGroupGloo>(store, options.rank, options.size, gloo));
+    auto process_group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, options.rank, options.size, gloo);
+    await_connections(*store, options);
+    return adopt_gloo_backend(std::move(process_group));
   });
 }
 

@@ -132,6 +132,13 @@ TEST(Mesh, SubgroupsFollowTheOtherAxes) {
   });
 }
 
+// A rank that lets a group go as soon as it has it does not take the others' connections with it.
+TEST(Mesh, GroupsMayBeDroppedAtOnce) {
+  testing::run_ranks(6, [](World& world) {
+    for (int round = 0; round < 20; ++round) EXPECT_EQ(world.mesh({.shard = 6}).shard_subgroup(3).size(), 3);
+  });
+}
+
 TEST(Mesh, RefusesAWrongProduct) {
   World world;
   try {
