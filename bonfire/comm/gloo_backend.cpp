@@ -154,10 +154,6 @@ class GlooBackend final : public C10dBackend {
   GlooExchange exchange_{backend()};
 };
 
-}  // namespace
-
-namespace {
-
 // Until all ranks are connected to all: one that ends at once would close connections that others are still waiting for.
 void await_connections(c10d::Store& store, const CommunicatorOptions& options) {
   if (store.add("connected", 1) == options.size) store.set("all_connected", std::vector<std::uint8_t>{1});
