@@ -11,8 +11,11 @@
 
 namespace bonfire {
 
-Communicators::Communicators(c10::intrusive_ptr<c10d::Store> store, int rank, WorldOptions options)
-    : store_(std::move(store)), rank_(rank), options_(std::move(options)) {}
+Communicators::Communicators(c10::intrusive_ptr<c10d::Store> store, int rank, int size, WorldOptions options)
+    : store_(std::move(store)),
+      rank_(rank),
+      options_(std::move(options)),
+      alarm_(std::make_shared<Alarm>(store_, rank, size)) {}
 
 void Communicators::adopt(std::vector<int> members, std::shared_ptr<Backend> communicator) {
   backends_[{std::string(), std::move(members)}] = std::move(communicator);
@@ -45,6 +48,7 @@ Group Communicators::group(const GroupSpec& spec) {
     state->backend = backend;
     state->recorder = recorder_;
     state->progress = progress_;
+    state->alarm = alarm_;
     state->lane = &progress_->lane(state->name, members);
     if (options_.debug)
       state->fingerprints = std::make_shared<FingerprintBoard>(

@@ -8,6 +8,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include "bonfire/comm/alarm.h"
 #include "bonfire/comm/backend.h"
 #include "bonfire/comm/group.h"
 #include "bonfire/comm/progress.h"
@@ -30,7 +31,7 @@ struct GroupSpec {
 // The groups of one World, each made once, however many meshes ask for it: its collectives are counted and compared once.
 class Communicators {
  public:
-  Communicators(c10::intrusive_ptr<c10d::Store> store, int rank, WorldOptions options);
+  Communicators(c10::intrusive_ptr<c10d::Store> store, int rank, int size, WorldOptions options);
 
   // A communicator of these members that exists already.
   void adopt(std::vector<int> members, std::shared_ptr<Backend> communicator);
@@ -41,6 +42,7 @@ class Communicators {
   const WorldOptions& options() const { return options_; }
   const std::shared_ptr<Recorder>& recorder() const { return recorder_; }
   const std::shared_ptr<ProgressBoard>& progress() const { return progress_; }
+  Alarm& alarm() const { return *alarm_; }
 
  private:
   std::shared_ptr<Backend> connect(const std::string& meeting, const Group::State& group) const;
@@ -50,6 +52,7 @@ class Communicators {
   WorldOptions options_;
   std::shared_ptr<Recorder> recorder_ = std::make_shared<Recorder>();
   std::shared_ptr<ProgressBoard> progress_ = std::make_shared<ProgressBoard>();
+  std::shared_ptr<Alarm> alarm_;
   std::map<std::pair<std::string, std::vector<int>>, std::shared_ptr<Backend>> backends_;  // by name and members
   std::map<GroupSpec, Group> groups_;
 };

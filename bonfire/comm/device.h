@@ -36,8 +36,8 @@ BONFIRE_API void synchronize(c10::Device device);
 BONFIRE_API void limit_gpu_memory(int index, std::int64_t bytes);
 
 // Makes torch choose, for the whole process, algorithms that give equal bits in every run and full fp32 in convolutions.
-// Some are slower; a program that wants two runs to agree calls it once at its start. Attention in bf16 and fp16 is not among
-// them: its backward adds in an order that varies, unless torch is told to use deterministic algorithms everywhere.
+// Some are slower; a program that wants two runs to agree calls it once at its start. Attention in bf16 and fp16 is not
+// among them: its backward adds in an order that varies, unless torch is told to use deterministic algorithms everywhere.
 BONFIRE_API void make_deterministic();
 
 }  // namespace bonfire

@@ -1,6 +1,7 @@
 #include "bonfire/comm/group.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <functional>
 #include <utility>
@@ -100,12 +101,14 @@ std::int64_t bytes_of(std::span<const Transfer> transfers) {
 // A collective whose waiting is told to the progress board: what a rank spends here it spends on others.
 class WatchedState : public Work::State {
  public:
-  WatchedState(Work work, std::shared_ptr<ProgressBoard> progress)
-      : work_(std::move(work)), progress_(std::move(progress)) {}
+  WatchedState(Work work, const Group::State& group)
+      : work_(std::move(work)), progress_(group.progress), alarm_(group.alarm) {}
 
+  // Whoever it waits for may have failed, and said so. Others are asked seldom: most waits are short.
   void wait() override {
     const ProgressBoard::Waiting waiting(progress_.get());
-    work_.wait();
+    auto patience = alarm_->known() ? std::chrono::milliseconds(0) : std::chrono::milliseconds(1000);
+    for (; !work_.wait_for(patience); patience = std::min(2 * patience, std::chrono::milliseconds(4000))) alarm_->ask();
   }
   bool wait_for(std::chrono::milliseconds time) override {
     const ProgressBoard::Waiting waiting(progress_.get());
@@ -120,6 +123,7 @@ class WatchedState : public Work::State {
  private:
   Work work_;
   std::shared_ptr<ProgressBoard> progress_;
+  std::shared_ptr<Alarm> alarm_;
 };
 
 // What notes that a collective is done again as part of work that was captured.
@@ -149,8 +153,9 @@ Work perform(const Group::State& group, CollectiveKind kind, std::int64_t bytes,
             "{} over '{}' cannot be captured: its group compares every collective, or has an emulated link", name_of(kind),
             group.name);
     group.recorder->add_captured(again(group, {kind, group.axis, bytes}));
-    return Work(std::make_shared<WatchedState>(operation(*group.backend), group.progress));
+    return Work(std::make_shared<WatchedState>(operation(*group.backend), group));
   }
+  group.alarm->check();
   const bool message = kind == CollectiveKind::send || kind == CollectiveKind::receive;
   const std::int64_t sequence = ++(message ? group.counts->messages : group.counts->collectives);
   group.lane->begin(sequence, kind);
@@ -172,7 +177,7 @@ Work perform(const Group::State& group, CollectiveKind kind, std::int64_t bytes,
     work.state()->on_done(
         [ticket, recorder = group.recorder](Nanoseconds start, Nanoseconds end) { recorder->end(ticket, start, end); });
   group.lane->watch(sequence, kind, work.state()->ending());
-  return Work(std::make_shared<WatchedState>(std::move(work), group.progress));
+  return Work(std::make_shared<WatchedState>(std::move(work), group));
 }
 
 std::string fingerprint(const Group::State& group, CollectiveKind kind, const at::Tensor& tensor,
@@ -255,8 +260,10 @@ Group::Group(std::shared_ptr<const State> state) : state_(std::move(state)) {}
 int Group::rank() const { return state_->rank; }
 int Group::size() const { return state_->size(); }
 Axis Group::axis() const { return state_->axis; }
+c10::Device Group::device() const { return state_->device; }
 const std::string& Group::name() const { return state_->name; }
 const std::vector<int>& Group::world_ranks() const { return state_->world_ranks; }
+std::int64_t Group::issued() const { return state_->counts->collectives; }
 
 // In a group of one each collective is the identity: parts equal wholes, and averages, sums and maxima are the value itself.
 

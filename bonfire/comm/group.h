@@ -32,8 +32,10 @@ class BONFIRE_API Group {
   int rank() const;
   int size() const;
   Axis axis() const;
+  c10::Device device() const;                   // where tensors of its collectives lie
   const std::string& name() const;              // "replicate", or what it was called when it was made
   const std::vector<int>& world_ranks() const;  // the members, by their number in the World
+  std::int64_t issued() const;                  // collectives, messages aside, since it was made
 
   [[nodiscard]] Work all_reduce(at::Tensor tensor, Reduce op = Reduce::sum) const;
   // output: size() times the input, in rank order along the first dimension. The input may be this rank's own slice of it.

@@ -8,6 +8,7 @@
 
 #include <c10/core/Device.h>
 
+#include "bonfire/comm/alarm.h"
 #include "bonfire/comm/backend.h"
 #include "bonfire/comm/emulated_link.h"
 #include "bonfire/comm/fingerprint.h"
@@ -30,6 +31,7 @@ struct Group::State {
   std::shared_ptr<FingerprintBoard> fingerprints;  // null: no debug mode
   std::shared_ptr<ProgressBoard> progress;         // null in a group of one
   ProgressBoard::Lane* lane = nullptr;             // of `progress`
+  std::shared_ptr<Alarm> alarm;                    // null in a group of one
   // Collectives are counted alike by all members; messages are not, so they have a count of their own. From 1.
   struct Counts {
     std::atomic<std::int64_t> collectives = 0;

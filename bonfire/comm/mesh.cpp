@@ -64,6 +64,10 @@ Group Mesh::pipeline_subgroup(const std::vector<int>& places, const std::string&
   return link ? made.over(link) : made;
 }
 
+bool Mesh::all_failed_alike(const std::string& words, std::int64_t place, std::chrono::milliseconds patience) const {
+  return state_->communicators->alarm().raise(words, place, patience);
+}
+
 std::vector<int> ranks_along(const MeshShape& shape, Axis axis, int rank) {
   // The coordinates of `rank`, slowest axis first, and the step between neighbours along each axis.
   constexpr std::array axes{Axis::pipeline, Axis::replicate, Axis::shard, Axis::context, Axis::tensor};

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -43,6 +44,11 @@ class BONFIRE_API Mesh {
   // The same mesh with the given axis behind an emulated link. All groups of one axis share the link: they queue on it
   // together, in the order in which their collectives are issued.
   [[nodiscard]] Mesh over(Axis axis, const Link& link) const;
+
+  // This rank failed between collectives, and says why: others hear it where they wait for this one. True: all ranks of the
+  // World failed at the same `place`, a number that says what they have issued, so that they may go on. Otherwise their
+  // groups throw from now on. Waits for the others, no longer than `patience`.
+  bool all_failed_alike(const std::string& words, std::int64_t place, std::chrono::milliseconds patience) const;
 
   struct State;
   explicit Mesh(std::shared_ptr<const State> state) : state_(std::move(state)) {}

@@ -27,7 +27,7 @@ struct World::State {
     auto state = std::make_shared<State>();
     state->rank = rank;
     state->size = size;
-    state->communicators = std::make_shared<Communicators>(std::move(store), rank, std::move(options));
+    state->communicators = std::make_shared<Communicators>(std::move(store), rank, size, std::move(options));
     std::vector<int> everybody(static_cast<std::size_t>(size));
     std::iota(everybody.begin(), everybody.end(), 0);
     if (all_ranks) state->communicators->adopt(everybody, std::move(all_ranks));

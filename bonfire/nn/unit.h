@@ -50,16 +50,18 @@ class BONFIRE_API UnitSeam {
   virtual const std::type_info& marked_type() const = 0;
   std::string type_name() const;  // its short name
 
-  UnitHooks* hooks() const { return hooks_; }
+  UnitHooks* hooks() const { return *hooks_; }
   // The hooks must outlive the module, or be taken off with nullptr.
-  void set_hooks(UnitHooks* hooks) { hooks_ = hooks; }
+  void set_hooks(UnitHooks* hooks) { *hooks_ = hooks; }
+  // Where they are noted: whoever installs them can take them off there, also when the module is gone.
+  const std::shared_ptr<UnitHooks*>& place_of_hooks() const { return hooks_; }
 
   // What a build scope has made of this Unit, for whoever adopts it.
   const std::shared_ptr<void>& prepared() const { return prepared_; }
   void set_prepared(std::shared_ptr<void> prepared) { prepared_ = std::move(prepared); }
 
  private:
-  UnitHooks* hooks_ = nullptr;
+  std::shared_ptr<UnitHooks*> hooks_ = std::make_shared<UnitHooks*>(nullptr);
   std::shared_ptr<void> prepared_;
 };
 

@@ -57,7 +57,7 @@ std::vector<Optimizer::Stretch> Optimizer::stretches_of(std::size_t flat, std::s
   for (std::size_t at = 0; at < layout.segments.size(); ++at) {
     const auto& segment = layout.segments[at];
     if (segment.region != shares[share].region || segment.offset >= begin + length) continue;
-    const auto setting = setting_of(segment.name, engine_.flats()[flat]->parameters()[at]);
+    const auto setting = setting_of(segment.name, engine().flats()[flat]->parameters()[at]);
     const std::int64_t from = std::max<std::int64_t>(segment.offset - begin, 0);
     if (stretches.empty() || stretches.back().setting != setting) stretches.push_back({from, 0, setting});
   }
@@ -68,7 +68,7 @@ std::vector<Optimizer::Stretch> Optimizer::stretches_of(std::size_t flat, std::s
 }
 
 void Optimizer::add_ranges(std::size_t flat, double gradient_scale, std::vector<Range>& ranges) const {
-  const auto& trained = engine_.flats()[flat]->trained();
+  const auto& trained = engine().flats()[flat]->trained();
   for (std::size_t share = 0; share < trained.size(); ++share) {
     const auto& of = trained[share];
     // On the host an update goes piece by piece, so that copies from and to a device have something to hide behind.
@@ -99,7 +99,7 @@ void Optimizer::add_ranges(std::size_t flat, double gradient_scale, std::vector<
 }
 
 void Optimizer::update_all(double gradient_scale) {
-  auto& flats = engine_.flats();
+  auto& flats = engine().flats();
   std::vector<Range> ranges;
   std::vector<std::size_t> ends;
   for (std::size_t flat = 0; flat < flats.size(); ++flat) {
@@ -132,11 +132,11 @@ void Optimizer::update_all(double gradient_scale) {
     for (; announced <= flat; ++announced) {
       if (ends[announced] == (announced == 0 ? 0 : ends[announced - 1])) continue;
       flats[announced]->values_changed();
-      engine_.updated(announced);
+      engine().updated(announced);
     }
   }
   conveyor_.end();
-  engine_.finish_update();
+  engine().finish_update();
 }
 
 namespace {
@@ -172,7 +172,7 @@ at::Tensor look_at_gradients(std::span<Engine* const> engines, const StepOptions
 }  // namespace
 
 void Optimizer::follow_engine() {
-  if (!state_.follow(engine_, steps_)) return;
+  if (!state_.follow(engine(), steps_)) return;
   stretches_.assign(state_.flats().size(), {});
   for (std::size_t flat = 0; flat < stretches_.size(); ++flat)
     for (std::size_t share = 0; share < state_.flats()[flat].shares.size(); ++share)
@@ -189,10 +189,11 @@ StepResult Optimizer::step_together(std::span<Optimizer* const> optimizers, cons
   require(options.clip >= 0 && options.clip_value >= 0, "clip is {} and clip_value {}, must be at least 0 (0: never)",
           options.clip, options.clip_value);
   const at::NoGradGuard no_grad;
+  for (const auto* optimizer : optimizers) optimizer->engine().require_gradients();
   std::vector<Engine*> engines;
   for (auto* optimizer : optimizers) {
     optimizer->follow_engine();
-    engines.push_back(&optimizer->engine_);
+    engines.push_back(&optimizer->engine());
   }
   const double loss_scale = scale_of(options);
   StepResult result;
@@ -211,7 +212,7 @@ StepResult Optimizer::step_together(std::span<Optimizer* const> optimizers, cons
       ++optimizer->steps_;
       optimizer->update_all(clip_factor(result.gradient_norm, options.clip) / loss_scale);
     }
-    optimizer->engine_.spend_gradients(use);
+    optimizer->engine().spend_gradients(use);
   }
   return result;
 }
@@ -226,7 +227,7 @@ void Optimizer::prepare_on_device(bool unknown) {
         if (std::find(settings.begin(), settings.end(), stretch.setting) == settings.end())
           settings.push_back(stretch.setting);
 
-  const auto device = engine_.flats().front()->parameters().front().device();
+  const auto device = engine().flats().front()->parameters().front().device();
   auto rows = at::empty({2, static_cast<std::int64_t>(settings.size()), static_cast<std::int64_t>(step_numbers)},
                         at::TensorOptions(at::kDouble).pinned_memory(!device.is_cpu()));
   auto* next = rows.data_ptr<double>();
@@ -250,10 +251,11 @@ void Optimizer::prepare_on_device(bool unknown) {
 at::Tensor Optimizer::step_on_device(const StepOptions& options, const at::Tensor& loss) {
   require(!options.scaler && options.skip_non_finite,
           "a step on the device knows no gradient scaler, and changes nothing where gradients are not finite");
-  require(device_.table.defined() && !state_.follow(engine_, steps_), "a step on the device was not prepared");
+  require(device_.table.defined() && !state_.follow(engine(), steps_), "a step on the device was not prepared");
+  engine().require_gradients();
   const at::NoGradGuard no_grad;
-  Engine* const engine = &engine_;
-  const auto norm = look_at_gradients({&engine, 1}, options, {}).sqrt_();
+  Engine* const alone = &engine();
+  const auto norm = look_at_gradients({&alone, 1}, options, {}).sqrt_();
   const auto finite = at::isfinite(norm).logical_and_(at::isfinite(loss).reshape(norm.sizes()));
   const auto issued = [this](at::Tensor numbers, at::Tensor scale) {
     device_.numbers = std::move(numbers);
@@ -269,7 +271,7 @@ at::Tensor Optimizer::step_on_device(const StepOptions& options, const at::Tenso
     throw;
   }
   issued({}, {});
-  engine_.spend_gradients();
+  engine().spend_gradients();
   return norm;
 }
 

@@ -14,6 +14,7 @@
 #include "bonfire/kernels/optimizer.h"
 #include "bonfire/optim/conveyor.h"
 #include "bonfire/optim/share_state.h"
+#include "bonfire/shard/engine_ref.h"
 
 namespace bonfire {
 
@@ -111,6 +112,8 @@ class BONFIRE_API Optimizer {
   virtual StepNumbers numbers(const Range& range) const = 0;
 
  private:
+  Engine& engine() const { return engine_.get(); }
+
   // A stretch of a share, in elements of the share, whose segments share their settings.
   struct Setting {
     double lr_factor = 1, weight_decay = 0;
@@ -135,7 +138,7 @@ class BONFIRE_API Optimizer {
     at::Tensor numbers{}, scale{};    // of the step that is being issued
   };
 
-  Engine& engine_;
+  EngineRef engine_;
   std::vector<std::string> state_names_;
   double lr_, weight_decay_;
   std::vector<ParameterRule> rules_;

@@ -65,8 +65,8 @@ at::Tensor Executor::run(const Step& step) {
     }
     for (auto& sent : sent_) sent.work.wait();
     sent_.clear();
-  } catch (...) {
-    forget();
+  } catch (const std::exception& error) {
+    forget(error.what());
     throw;
   }
   return sums_;
@@ -205,7 +205,7 @@ void Executor::drop_values(const Slot& slot) {
   });
 }
 
-void Executor::forget() {
+void Executor::forget(const std::string& why) {
   values_.clear();
   gradients_.clear();
   outputs_.clear();
@@ -213,7 +213,7 @@ void Executor::forget() {
   sent_.clear();
   for (auto& [number, stage] : stages_) {
     stage->forget();
-    if (differentiates_) stage->engine().abandon_gradients();
+    if (differentiates_) stage->engine().abandon_gradients(why);
     stage->engine().reshard();
   }
 }

@@ -69,7 +69,7 @@ class Executor {
   double weight_of(int microbatch, const Step& step) const;
   void drop_sent();
   void drop_values(const Slot& slot);
-  void forget();
+  void forget(const std::string& why);
 
   Stages& stages_;
   const Links& links_;

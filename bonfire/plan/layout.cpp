@@ -36,7 +36,8 @@ void place(FlatLayout& layout, const std::vector<ParameterGroup>& groups, int pa
       }
   }
   for (auto& region : layout.regions) {
-    region.elements = round_up(region.elements, segment_alignment * parts);
+    // Also where all its parameters are empty: a buffer has something to lend and to gather.
+    region.elements = round_up(std::max<std::int64_t>(region.elements, 1), segment_alignment * parts);
     region.begin = layout.bytes;
     layout.bytes += region.bytes();
   }
@@ -63,6 +64,16 @@ std::int64_t FlatLayout::scales() const {
 }
 
 bool FlatLayout::any_trained() const { return !regions.empty() && regions.front().trained; }
+
+bool same_parameters(const FlatLayout& a, const FlatLayout& b) {
+  if (a.regions != b.regions || a.segments.size() != b.segments.size()) return false;
+  const auto sorted = [](std::vector<Segment> segments) {
+    for (auto& segment : segments) segment.offset = 0;
+    std::sort(segments.begin(), segments.end(), [](const auto& one, const auto& other) { return one.name < other.name; });
+    return segments;
+  };
+  return sorted(a.segments) == sorted(b.segments);
+}
 
 std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& groups, const BucketOptions& options) {
   require(options.parts >= 1, "a region in {} parts: must be at least 1", options.parts);

@@ -68,8 +68,11 @@ struct FlatLayout {
   BONFIRE_API std::int64_t trained_elements() const;  // with padding
   BONFIRE_API std::int64_t trained_bytes() const;     // of them, as forward reads them
   BONFIRE_API bool any_trained() const;
-  BONFIRE_API std::int64_t scales() const;            // of all segments, each with its own aligned
+  BONFIRE_API std::int64_t scales() const;  // of all segments, each with its own aligned
 };
+
+// Whether both hold the same parameters in the same regions, in whatever order.
+BONFIRE_API bool same_parameters(const FlatLayout& a, const FlatLayout& b);
 
 enum class Compression { none, bf16, fp16, powersgd };
 
@@ -88,7 +91,8 @@ struct BucketOptions {
 // Segments and parts of regions begin at multiples of this many elements, so that vector instructions and messages are
 // aligned in every dtype.
 inline constexpr std::int64_t segment_alignment = 64;
-// The same of the scales of a segment in eight bits, in fp32 numbers: products on a GPU read them from multiples of 16 bytes.
+// The same of the scales of a segment in eight bits, in fp32 numbers: products on a GPU read them from multiples of 16
+// bytes.
 inline constexpr std::int64_t scale_alignment = 4;
 
 // Puts groups, given in the order in which backward finishes them, into flat buffers: a buffer is closed when it has reached

@@ -37,12 +37,12 @@ void Engine::end_gradients() {
 
 void Engine::finish_gradients() {
   auto& state = *state_;
-  if (state.complete) return;
+  if (state.gradients == State::Gradients::whole) return;
   if (state.residency) state.residency->end_pass();
   state.reducer->end();
   state.end_step();
 }
 
-void Engine::abandon_gradients() { state_->abandon_backward(); }
+void Engine::abandon_gradients(const std::string& why) { state_->abandon_backward(why); }
 
 }  // namespace bonfire

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/shard/engine_ref.h"
 #include "bonfire/shard/engine_state.h"
 
 namespace bonfire {
@@ -28,24 +29,24 @@ void Engine::State::begin_backward(bool is_last) {
 
 void Engine::State::begin_backward(const GradientPass& pass) {
   if (!residency && !options.driven) follow_freezing();
-  require(spent || !complete || settings.backward_may_repeat(),
+  require(gradients != Gradients::whole || settings.backward_may_repeat(),
           "a second Engine::backward before the gradients of the first were used: with {} sharded, ranks hold only their "
           "share of "
           "these; call Engine::accumulate for all but the last",
           plan::name_of(options.what));
   last = pass.last;
-  complete = false;
   reducing = pass.reduces;
+  const bool afresh = starts_afresh();
+  gradients = Gradients::partial;
   for (auto& flat : flats)
-    if (spent) flat->set_share_written(false);
+    if (afresh) flat->set_share_written(false);
   for (auto& parameter : parameters) {
     parameter.arrived = 0;
     if (!parameter.trained) continue;
-    if (spent) parameter.tensor.mutable_grad().reset();
+    if (afresh) parameter.tensor.mutable_grad().reset();
     // Somebody else (an optimizer of torch's) may have dropped the gradient as well.
     if (!parameter.tensor.grad().defined()) flats[parameter.flat]->set_written(parameter.segment, false);
   }
-  spent = false;
   missing.assign(flats.size(), 0);
   missing_in_group.assign(groups.size(), 0);
   for (const auto& parameter : parameters)
@@ -131,7 +132,7 @@ void Engine::State::end_backward() {
 
 void Engine::State::end_step() {
   if (!last) return;
-  complete = true;
+  gradients = Gradients::whole;
   for (auto& parameter : parameters) {
     if (!parameter.trained) continue;
     const auto& flat = *flats[parameter.flat];
@@ -180,35 +181,56 @@ void Engine::State::run_backward(const at::Tensor& loss, bool is_last, const Bac
   if (residency) residency->begin_backward(how.retain_graph);
   announce_backward(is_last);
   begin_backward(is_last);
-  {
-    const TraceScope span(options.trace, "backward", "compute", "compute");
-    try {
+  try {
+    {
+      const TraceScope span(options.trace, "backward", "compute", "compute");
       loss.backward(/*gradient=*/{}, how.retain_graph);
-    } catch (...) {
-      abandon_backward();
-      throw;
     }
+    const TraceScope span(options.trace, "wait for reductions", "wait", "compute");
+    end_backward();
+  } catch (const std::exception& error) {
+    abandon_backward(error.what());
+    throw;
   }
-  const TraceScope span(options.trace, "wait for reductions", "wait", "compute");
-  end_backward();
 }
 
-void Engine::State::abandon_backward() {
+// Ranks that threw at the same place have launched the same reductions, which end. Where this one is alone, the others would
+// wait for it, and it for them.
+void Engine::State::abandon_backward(const std::string& words) {
   running = false;
-  spent = true;
+  gradients = Gradients::lost;
+  // Reductions over the replicas begin when others have landed, on each rank at its own time.
+  const auto place = mesh.gathers().issued() + (static_cast<std::int64_t>(next) << 40);
+  const bool together = mesh.all_failed_alike(words, place, options.patience);
   try {
     if (residency) residency->abandon_pass();
-    reducer->abandon();
+    together ? reducer->abandon() : reducer->forget();
   } catch (const std::exception&) {
     // The first error says more.
   }
 }
 
 Engine::Engine(const Mesh& mesh, torch::nn::Module& module, ShardOptions options)
-    : state_(std::make_unique<State>(mesh, module, std::move(options))) {}
+    : state_(std::make_shared<State>(mesh, module, std::move(options))) {
+  state_->owner = this;
+}
 Engine::~Engine() = default;
-Engine::Engine(Engine&&) noexcept = default;
-Engine& Engine::operator=(Engine&&) noexcept = default;
+Engine::Engine(Engine&& other) noexcept : state_(std::move(other.state_)) {
+  if (state_) state_->owner = this;
+}
+Engine& Engine::operator=(Engine&& other) noexcept {
+  state_ = std::move(other.state_);
+  if (state_) state_->owner = this;
+  return *this;
+}
+
+EngineRef::EngineRef(Engine& engine) : state_(engine.state_) {}
+
+Engine& EngineRef::get() const {
+  const auto state = state_.lock();
+  require(state != nullptr, "the Engine of this optimizer is gone: it must live as long as the optimizer steps");
+  return *static_cast<Engine::State*>(state.get())->owner;
+}
 
 void Engine::accumulate(const at::Tensor& loss, const BackwardOptions& how) { state_->run_backward(loss, false, how); }
 
@@ -218,8 +240,24 @@ void Engine::backward(const at::Tensor& loss, const BackwardOptions& how) {
 }
 
 void Engine::spend_gradients(const GradientUse& use) {
-  state_->spent = true;
+  state_->gradients = State::Gradients::spent;
   state_->reduction->spent(use);
+}
+
+void Engine::require_gradients() const {
+  using Gradients = State::Gradients;
+  const auto& parameters = state_->parameters;
+  if (std::none_of(parameters.begin(), parameters.end(), [](const auto& parameter) { return parameter.trained; })) return;
+  switch (state_->gradients) {
+    case Gradients::whole: return;
+    case Gradients::none: fail("an update before any backward: call engine.backward(loss) first");
+    case Gradients::partial:
+      fail(
+          "an update with the gradients of some microbatches only, which are not averaged over the ranks yet: call "
+          "engine.backward(loss), not accumulate, for the last microbatch of a step");
+    case Gradients::spent: fail("a second update with the same gradients: call engine.backward(loss) before each step");
+    case Gradients::lost: fail("an update after a backward that threw, whose gradients are lost: repeat the backward");
+  }
 }
 
 // One reduction for the whole model.
@@ -266,7 +304,7 @@ void Engine::forget_uses() {
 
 void Engine::abandon_step() {
   state_->running = false;
-  state_->spent = true;
+  state_->gradients = State::Gradients::lost;
   state_->refreshes.clear();
   state_->reducer->forget();
   if (state_->residency) state_->residency->abandon_pass();
@@ -274,23 +312,31 @@ void Engine::abandon_step() {
 }
 
 struct Engine::FullParameters::Stay {
-  Stay(State& of, bool with_changes) : state(&of), write(with_changes), pool(of.pool.device()) {}
+  explicit Stay(std::shared_ptr<State> of) : state(std::move(of)), pool(state->pool.device()) {}
+  // Also where the scope could not begin, because memory ran out halfway.
+  ~Stay() {
+    for (auto* flat : pinned) flat->unpin();
+    for (auto* flat : came) {
+      try {
+        flat->await();
+      } catch (const std::exception&) {
+        // Somebody has heard of it, where it could not begin.
+      }
+      flat->let_go();
+    }
+  }
 
-  State* state;
-  bool write;
-  BufferPool pool;                   // lives for the stay only
-  std::vector<FlatParameter*> came;  // were not in before
+  std::shared_ptr<State> state;
+  bool write = false;
+  BufferPool pool;                               // lives for the stay only
+  std::vector<FlatParameter*> pinned{}, came{};  // `came`: those that were not in before
 };
 
 Engine::FullParameters::FullParameters(std::unique_ptr<Stay> stay) : stay_(std::move(stay)) {}
 Engine::FullParameters::FullParameters(FullParameters&&) noexcept = default;
 Engine::FullParameters::~FullParameters() {
-  if (!stay_) return;
-  for (auto& flat : stay_->state->flats) {
-    if (stay_->write) flat->take_values();
-    flat->unpin();
-  }
-  for (auto* flat : stay_->came) flat->let_go();
+  if (!stay_ || !stay_->write) return;
+  for (auto* flat : stay_->pinned) flat->take_values();
 }
 
 Engine::FullParameters Engine::full_parameters(bool write) {
@@ -300,21 +346,45 @@ Engine::FullParameters Engine::full_parameters(bool write) {
               "Engine::full_parameters, to be changed: parameter '{}' is held in eight bits, which are scaled anew in every "
               "update; change it before shard()",
               segment.name);
-  auto stay = std::make_unique<FullParameters::Stay>(*state_, write);
+  auto stay = std::make_unique<FullParameters::Stay>(state_);
   for (auto& flat : state_->flats) {
     if (!flat->present()) stay->came.push_back(flat.get());
     flat->bring_in(stay->pool, {.group = state_->mesh.gathers()});
     flat->pin();
+    stay->pinned.push_back(flat.get());
   }
   for (auto& flat : state_->flats) flat->await();
+  stay->write = write;
   return FullParameters(std::move(stay));
+}
+
+void Engine::release() {
+  auto& state = *state_;
+  for (auto& flat : state.flats) {
+    flat->require_intact();
+    require(!flat->pinned(), "Engine::release inside of Engine::full_parameters: end that scope first");
+    state.dissolve(*flat);
+    // Memory of their own: what saves one of them would save all of a shared buffer.
+    for (auto parameter : flat->parameters()) parameter.set_data(parameter.detach().clone());
+    flat.reset();
+  }
+  for (auto& parameter : state.parameters) {
+    parameter.carried.reset();
+    for (auto& tied : parameter.tied) tied.set_data(parameter.tensor.detach());
+  }
+  state_.reset();
 }
 
 void Engine::check_equal() const {
   std::vector<NamedTensor> held;
   for (const auto& flat : state_->flats)
-    for (std::size_t at = 0; at < flat->layout().regions.size(); ++at)
-      held.push_back({flat->layout().segments.front().name, flat->held(at)});
+    for (const auto& segment : flat->layout().segments) {
+      const auto& region = flat->layout().regions[segment.region];
+      const Share kept = share_of(region, state_->factors.parameters, state_->mesh.coordinate(Axis::shard));
+      const auto begin = std::max(segment.offset, kept.begin);
+      const auto end = std::min(segment.offset + segment.elements, kept.begin + kept.length);
+      if (begin < end) held.push_back({segment.name, flat->held(segment.region).narrow(0, begin - kept.begin, end - begin)});
+    }
   require_same_values(state_->mesh.group(state_->settings.of_copies()), held);
 }
 

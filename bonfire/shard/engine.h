@@ -101,8 +101,8 @@ class BONFIRE_API Engine {
  public:
   Engine(const Mesh& mesh, torch::nn::Module& module, ShardOptions options);
   ~Engine();
-  Engine(Engine&&) noexcept;
-  Engine& operator=(Engine&&) noexcept;
+  Engine(Engine&& other) noexcept;
+  Engine& operator=(Engine&& other) noexcept;
 
   // Adds the gradients of `loss` to those accumulated so far: for all microbatches of a step but the last. Collective where
   // gradients or parameters are kept as shares; otherwise without communication.
@@ -115,6 +115,9 @@ class BONFIRE_API Engine {
   // that still had data. Collective.
   void finish(const std::function<void()>& step);
 
+  // Throws unless the gradients are those of a whole step that no update has used yet. Optimizers of ours ask before they
+  // change anything.
+  void require_gradients() const;
   // The gradients have been used: the next backward starts from nothing. Optimizers of ours call it.
   void spend_gradients(const GradientUse& use = {});
   // The shares of flat parameter `flat` were updated: where others hold copies of them these are sent, while the caller goes
@@ -140,8 +143,8 @@ class BONFIRE_API Engine {
   void end_gradients();
   // Waits for the reductions of the step. Collective.
   void finish_gradients();
-  // Something threw inside of a step: its gradients are lost.
-  void abandon_gradients();
+  // Something threw inside of a step, and said why: its gradients are lost.
+  void abandon_gradients(const std::string& why);
 
   // --- For steps that are captured.
   // Around a capture, before and after: what was issued before it has ended, and what it issues has not been done, so that
@@ -165,6 +168,11 @@ class BONFIRE_API Engine {
   };
   [[nodiscard]] FullParameters full_parameters(bool write = false);
 
+  // Ends the engine: the module's parameters are ordinary tensors again, whole and in their own type, and it can be run,
+  // saved, or given to shard() once more without this engine. An engine that is destroyed instead leaves sharded parameters
+  // without memory. Optimizers of this engine cannot step any more. Collective.
+  void release();
+
   // Collective: throws where a parameter differs between ranks that should hold the same, naming it.
   void check_equal() const;
 
@@ -184,7 +192,8 @@ class BONFIRE_API Engine {
   struct State;
 
  private:
-  std::unique_ptr<State> state_;
+  friend class EngineRef;
+  std::shared_ptr<State> state_;
 };
 
 // The one line that makes a program data parallel. `module` is a torch::nn::Module, or a holder or pointer of one.

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <numeric>
-#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -51,19 +50,19 @@ Engine::State::State(const Mesh& on, torch::nn::Module& module, ShardOptions ask
   find_parameters(module);
   start_equal();
 
-  // Until the first backward has shown better: the reverse of the order of registration.
-  std::vector<std::size_t> reversed(groups.size());
-  std::iota(reversed.rbegin(), reversed.rend(), std::size_t{0});
   install(module);
-  lay_out(reversed);
+  lay_out(likely_order());
 }
 
-Engine::State::~State() {
+Engine::State::~State() { leave_module(); }
+
+void Engine::State::leave_module() {
   for (auto& parameter : parameters) {
     for (const auto& tensor : parameter.all()) torch::autograd::impl::set_post_acc_grad_hooks(tensor, nullptr);
     if (parameter.sink) parameter.sink->leave();
   }
-  for (auto* seam : seams) seam->set_hooks(nullptr);
+  for (const auto& seam : seams) *seam.hooks = nullptr;
+  seams.clear();
 }
 
 void Engine::State::find_parameters(torch::nn::Module& module) {
@@ -181,18 +180,18 @@ void Engine::State::install(torch::nn::Module& module) {
                        .backward_ended = [this](const FlatParameter& flat) { backward_ended(flat); }};
   if (options.reshard_after_forward.ranks > 1) how.kept = mesh.shard_subgroup(options.reshard_after_forward.ranks);
   residency = std::make_shared<Residency>(pool, host, std::move(how));
-  for (const auto& group : groups)
-    if (group.unit && std::find(seams.begin(), seams.end(), group.unit) == seams.end()) seams.push_back(group.unit);
-  if (auto* root = unit_of(module); root && std::find(seams.begin(), seams.end(), root) == seams.end())
-    seams.push_back(root);
-  for (auto* seam : seams) {
-    require(!seam->hooks(), "Unit '{}' is part of another Engine already", seam->module().name());
-    seam->set_hooks(residency.get());
-  }
+  const auto hook = [&](UnitSeam* unit) {
+    if (!unit || std::any_of(seams.begin(), seams.end(), [&](const Seam& known) { return known.unit == unit; })) return;
+    require(!unit->hooks(), "Unit '{}' is part of another Engine already", unit->module().name());
+    unit->set_hooks(residency.get());
+    seams.push_back({unit, unit->module().name(), unit->place_of_hooks()});
+  };
+  for (const auto& group : groups) hook(group.unit);
+  hook(unit_of(module));
 }
 
-// Puts the groups, in the order in which backward finishes them, into flat parameters. Those that already lie as they should
-// stay as they are.
+// Puts the groups, in the order in which backward finishes them, into flat parameters. Parameters that already share a
+// buffer stay where they are: in which order they lie in it makes no difference.
 void Engine::State::lay_out(const std::vector<std::size_t>& order_of_groups) {
   order = order_of_groups;
   std::vector<plan::ParameterGroup> sizes;
@@ -216,29 +215,34 @@ void Engine::State::lay_out(const std::vector<std::size_t>& order_of_groups) {
   }
   const auto buckets = settings.buckets(parameters.empty() ? at::kFloat : parameters.front().master);
   std::vector<std::unique_ptr<FlatParameter>> before = std::exchange(flats, {});
-  std::vector<std::pair<std::size_t, std::size_t>> places(parameters.size());  // flat and segment
-  for (auto& layout : plan::bucket(sizes, buckets)) {
-    std::vector<std::size_t> indices;
-    for (std::size_t at = 0; at < layout.segments.size(); ++at) {
-      indices.push_back(by_name.at(layout.segments[at].name));
-      places[indices.back()] = {flats.size(), at};
-    }
+  const auto layouts = plan::bucket(sizes, buckets);
+  // First what stays: a buffer that is made anew takes its parameters from old ones, which go.
+  std::vector<std::unique_ptr<FlatParameter>> made(layouts.size());
+  for (std::size_t at = 0; at < layouts.size(); ++at) {
     const auto same = std::find_if(before.begin(), before.end(), [&](const auto& flat) {
-      return flat && flat->layout().segments == layout.segments && flat->layout().regions == layout.regions;
+      return flat && plan::same_parameters(flat->layout(), layouts[at]);
     });
-    if (same != before.end()) {
-      flats.push_back(std::move(*same));
-      continue;
-    }
+    if (same != before.end()) made[at] = std::move(*same);
+  }
+  for (std::size_t at = 0; at < layouts.size(); ++at) {
+    if (made[at]) continue;
+    std::vector<std::size_t> indices;
+    for (const auto& segment : layouts[at].segments) indices.push_back(by_name.at(segment.name));
     for (const std::size_t index : indices)
       if (auto& old = parameters[index].flat; old < before.size() && before[old]) {
         dissolve(*before[old]);
         before[old].reset();
       }
-    auto adopted = adopt(layout, indices);
-    flats.push_back(adopted ? std::move(adopted) : make_flat(std::move(layout), indices));
+    made[at] = adopt(layouts[at], indices);
+    if (!made[at]) made[at] = make_flat(layouts[at], indices);
   }
-  for (std::size_t at = 0; at < parameters.size(); ++at) std::tie(parameters[at].flat, parameters[at].segment) = places[at];
+  flats = std::move(made);
+  for (std::size_t flat = 0; flat < flats.size(); ++flat)
+    for (std::size_t at = 0; at < flats[flat]->layout().segments.size(); ++at) {
+      auto& parameter = parameters[by_name.at(flats[flat]->layout().segments[at].name)];
+      parameter.flat = flat;
+      parameter.segment = at;
+    }
   reduction->reset();
   tell_residency();
   tell_scales();
@@ -294,13 +298,17 @@ void Engine::State::dissolve(const FlatParameter& flat) {
   const at::NoGradGuard no_grad;
   const Group& group = mesh.group(Axis::shard);
   const auto& layout = flat.layout();
-  std::vector<at::Tensor> values(layout.regions.size()), gradients(layout.regions.size());
+  std::vector<at::Tensor> values(layout.regions.size()), whole_gradients(layout.regions.size());
   for (const auto& share : flat.trained()) {
-    values[share.region] = whole_region(group, share.master.to(flat.device()), factors.optimizer);
-    if (flat.keeps_whole_gradients())
-      gradients[share.region] = flat.gradient(share.region);
-    else if (flat.share_written())
-      gradients[share.region] = whole_region(group, share.gradient, factors.gradients);
+    if (share.master_apart()) values[share.region] = whole_region(group, share.master.to(flat.device()), factors.optimizer);
+    auto& gradient = whole_gradients[share.region];
+    if (flat.keeps_whole_gradients()) {
+      gradient = flat.gradient(share.region);
+      // Reduced, it is the average of all ranks in this rank's share alone; before that it is this rank's own.
+      if (gradients == Gradients::whole && factors.optimizer > 1) group.all_gather(gradient, share.gradient).wait();
+    } else if (flat.share_written()) {
+      gradient = whole_region(group, share.gradient, factors.gradients);
+    }
   }
   for (std::size_t at = 0; at < layout.regions.size(); ++at)
     if (!values[at].defined()) values[at] = whole_region(group, flat.held(at).to(flat.device()), factors.parameters);
@@ -312,8 +320,8 @@ void Engine::State::dissolve(const FlatParameter& flat) {
       return region.narrow(0, segment.offset, segment.elements).view(parameter.tensor.sizes());
     };
     parameter.tensor.set_data(part(values[segment.region]).to(parameter.master));
-    const bool accumulated = gradients[segment.region].defined() && (!flat.keeps_whole_gradients() || flat.written(at));
-    if (accumulated) parameter.carried = part(gradients[segment.region]).clone();
+    const auto& gradient = whole_gradients[segment.region];
+    if (gradient.defined() && (!flat.keeps_whole_gradients() || flat.written(at))) parameter.carried = part(gradient);
     parameter.tensor.mutable_grad().reset();
   }
 }
@@ -326,10 +334,10 @@ void Engine::State::tell_scales() {
 void Engine::State::tell_residency() {
   if (!residency) return;
   std::vector<Residency::Home> homes;
-  for (auto* seam : seams) {
-    Residency::Home home{.unit = seam, .name = seam->module().name()};
+  for (const auto& seam : seams) {
+    Residency::Home home{.unit = seam.unit, .name = seam.name};
     for (std::size_t group = 0; group < groups.size(); ++group) {
-      if (groups[group].unit != seam || members[group].empty()) continue;
+      if (groups[group].unit != seam.unit || members[group].empty()) continue;
       home.name = groups[group].name.empty() ? "root" : groups[group].name;
       if (seams_gather()) home.flat = flats[parameters[members[group].front()].flat].get();
     }
@@ -338,17 +346,27 @@ void Engine::State::tell_residency() {
   residency->set_units(homes);
 }
 
+// Until a backward has shown better: the reverse of the order of registration.
+std::vector<std::size_t> Engine::State::likely_order() const {
+  std::vector<std::size_t> reversed(groups.size());
+  std::iota(reversed.rbegin(), reversed.rend(), std::size_t{0});
+  return reversed;
+}
+
 // Parameters that were frozen or thawed since the last step move to other regions.
 void Engine::State::follow_freezing() {
-  bool changed = false;
+  bool changed = false, thawed = false;
   for (auto& parameter : parameters) {
     if (parameter.trained == parameter.tensor.requires_grad()) continue;
     parameter.trained = !parameter.trained;
     changed = true;
+    thawed = thawed || parameter.trained;
   }
   if (!changed) return;
-  lay_out(order);
-  // Backward may have to go further than before, or less far.
+  // When the order was learned, what is thawed now was never finished, and came last.
+  lay_out(thawed ? likely_order() : order);
+  // Backward may have to go further than before, or less far, and finishes other groups first.
+  learned = false;
   if (residency) residency->forget_courses();
 }
 

@@ -61,6 +61,8 @@ struct Engine::State {
 
   State(const Mesh& mesh, torch::nn::Module& module, ShardOptions options);
   ~State();
+  // Takes hooks and sinks off.
+  void leave_module();
 
   // --- Where everything lies (engine_layout.cpp).
   void find_parameters(torch::nn::Module& module);
@@ -72,6 +74,7 @@ struct Engine::State {
   void dissolve(const FlatParameter& flat);
   void tell_residency();
   void tell_scales();
+  std::vector<std::size_t> likely_order() const;
   void follow_freezing();
   void learn_order();
 
@@ -87,7 +90,7 @@ struct Engine::State {
   void launch_ready();
   void end_backward();
   void run_backward(const at::Tensor& loss, bool last, const BackwardOptions& how);
-  void abandon_backward();
+  void abandon_backward(const std::string& words);
   void end_step();
   void broadcast_buffers();
   // Averages are over the ranks that had data.
@@ -109,6 +112,7 @@ struct Engine::State {
   // Whether seams bring parameters in and let them go.
   bool seams_gather() const { return settings.comes_and_goes() && !options.driven; }
 
+  Engine* owner = nullptr;  // whose state it is, wherever that was moved
   const ShardSettings settings;
   const Mesh& mesh = settings.mesh;
   const ShardOptions& options = settings.options;
@@ -117,7 +121,13 @@ struct Engine::State {
   std::vector<ModuleGroup> groups;
   std::vector<std::vector<std::size_t>> members;  // of each group, by their numbers in `parameters`
   std::vector<at::Tensor> buffers;
-  std::vector<UnitSeam*> seams;
+  // A Unit with this engine's hooks. The module may go before the engine: then nothing but the place of its hooks is left.
+  struct Seam {
+    UnitSeam* unit;
+    std::string name;
+    std::shared_ptr<UnitHooks*> hooks;
+  };
+  std::vector<Seam> seams;
 
   BufferPool pool;  // of gathered parameters
   HostClock host;
@@ -127,8 +137,17 @@ struct Engine::State {
   std::vector<std::unique_ptr<FlatParameter>> flats;
   std::vector<std::size_t> order;  // of the groups, as backward finishes them
   std::int64_t version = 0;
-  bool spent = false;
-  bool complete = false;  // the gradients are those of a whole step, and not spent
+  // What the gradients are at the moment.
+  enum class Gradients {
+    none,     // there has been no backward yet
+    partial,  // of some microbatches; the last is still to come
+    whole,    // of a whole step, averaged over the ranks
+    spent,    // used by an update
+    lost,     // backward threw
+  };
+  Gradients gradients = Gradients::none;
+  // The next backward starts from nothing.
+  bool starts_afresh() const { return gradients == Gradients::spent || gradients == Gradients::lost; }
   std::vector<Work> refreshes;
   std::vector<std::size_t> unscaled;  // flats whose masters were updated, and what has scales not rounded yet
 

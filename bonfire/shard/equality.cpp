@@ -14,8 +14,8 @@ namespace bonfire {
 namespace {
 
 // One row of numbers per rank. REQUIRES: as many on each.
-at::Tensor gather(const Group& group, const std::vector<std::int64_t>& numbers, const at::Device& device) {
-  auto mine = at::tensor(numbers, at::kLong).to(device);
+at::Tensor gather(const Group& group, const std::vector<std::int64_t>& numbers) {
+  auto mine = at::tensor(numbers, at::kLong).to(group.device());
   auto all = at::empty({group.size(), mine.numel()}, mine.options());
   group.all_gather(all, mine).wait();
   return all.cpu();
@@ -26,10 +26,6 @@ std::int64_t hash(const void* data, std::size_t bytes) {
   std::int64_t number;
   std::memcpy(&number, &value, sizeof number);
   return number;
-}
-
-at::Device device_of(const std::vector<NamedTensor>& tensors) {
-  return tensors.empty() ? at::Device(at::kCPU) : tensors.front().tensor.device();
 }
 
 // Compares rank by rank with this one's row, and hands the first difference to `report(number, other rank)`.
@@ -44,8 +40,7 @@ void compare_rows(const Group& group, const at::Tensor& rows, Report&& report) {
 }  // namespace
 
 void require_same_structure(const Group& group, const std::vector<NamedTensor>& tensors) {
-  const auto device = device_of(tensors);
-  compare_rows(group, gather(group, {static_cast<std::int64_t>(tensors.size())}, device), [&](std::size_t, int rank) {
+  compare_rows(group, gather(group, {static_cast<std::int64_t>(tensors.size())}), [&](std::size_t, int rank) {
     fail("rank {} and rank {} were given modules with different numbers of parameters; this rank has {}",
          group.world_ranks()[0], group.world_ranks()[static_cast<std::size_t>(rank)], tensors.size());
   });
@@ -55,7 +50,7 @@ void require_same_structure(const Group& group, const std::vector<NamedTensor>& 
     hashes.push_back(hash(text.data(), text.size()));
   }
   if (hashes.empty()) return;
-  compare_rows(group, gather(group, hashes, device), [&](std::size_t at, int rank) {
+  compare_rows(group, gather(group, hashes), [&](std::size_t at, int rank) {
     fail("parameter {} has another name, shape or dtype on rank {} than on rank {}; here it is '{}', {} [{}]", at,
          group.world_ranks()[static_cast<std::size_t>(rank)], group.world_ranks()[0], tensors[at].name,
          c10::toString(tensors[at].tensor.scalar_type()), fmt::join(tensors[at].tensor.sizes(), ", "));
@@ -69,7 +64,7 @@ void require_same_values(const Group& group, const std::vector<NamedTensor>& ten
     const auto host = tensor.detach().cpu().contiguous();
     hashes.push_back(hash(host.data_ptr(), host.nbytes()));
   }
-  compare_rows(group, gather(group, hashes, device_of(tensors)), [&](std::size_t at, int rank) {
+  compare_rows(group, gather(group, hashes), [&](std::size_t at, int rank) {
     fail(
         "parameter '{}' differs between rank {} and rank {}; build the model from one seed, or start with rank 0's values "
         "(Start::broadcast)",

@@ -141,8 +141,8 @@ Work FlatParameter::gather_into(const at::Tensor& whole, const Group& group, con
 }
 
 void FlatParameter::await() {
-  gather_.wait();
-  gather_ = {};
+  // One that fails is over, too.
+  std::exchange(gather_, {}).wait();
   if (copied_) copied_->block(current_stream(storage_.device()));
   copied_.reset();
   gathering_.reset();

@@ -88,6 +88,7 @@ class BONFIRE_API FlatParameter {
   // While it is pinned, the memory does not go out.
   void pin() { ++pins_; }
   void unpin() { --pins_; }
+  bool pinned() const { return pins_ > 0; }
   // The whole of a region; REQUIRES: present().
   at::Tensor region(std::size_t index) const { return regions_[index]; }
   // This rank's own part of a region, always held.

@@ -44,4 +44,24 @@ bool put_gate(std::vector<at::Tensor>& tensors, std::function<void()> passed) {
   return true;
 }
 
+Replaced::Replaced(const at::Tensor& outside, const at::Tensor& inside)
+    : outside_(outside.getIntrusivePtr()), inside_(inside.getIntrusivePtr()), version_(outside._version()) {}
+
+bool Replaced::written() const {
+  const at::Tensor outside(outside_.lock());
+  return outside.defined() && outside._version() != version_;
+}
+
+at::Tensor Replaced::inside() const { return at::Tensor(inside_.lock()); }
+
+bool Replaced::can_follow() const {
+  const at::Tensor outside(outside_.lock());
+  return outside.defined() && !outside.is_leaf() && !outside.is_view();
+}
+
+void Replaced::follow(const at::Tensor& beyond) const {
+  const at::Tensor outside(outside_.lock());
+  torch::autograd::impl::set_gradient_edge(outside, torch::autograd::impl::gradient_edge(beyond));
+}
+
 }  // namespace bonfire

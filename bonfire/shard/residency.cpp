@@ -8,7 +8,6 @@
 #include <ATen/ops/full.h>
 
 #include "bonfire/base/error.h"
-#include "bonfire/shard/gate.h"
 
 namespace bonfire {
 namespace {
@@ -51,10 +50,14 @@ void Residency::before_forward(UnitSeam& seam, std::vector<at::Tensor>& inputs) 
 
 void Residency::before(std::size_t unit, std::vector<at::Tensor>& inputs, const std::shared_ptr<Use>& use) {
   cast(inputs, options_.inputs);
-  if (at::GradMode::is_enabled() && units_[unit].home.flat)
+  if (at::GradMode::is_enabled() && units_[unit].home.flat) {
+    const auto given = inputs;
     put_gate(inputs, [weak = weak_from_this(), use] {
       if (const auto self = weak.lock()) self->leave_backward(*use);
     });
+    for (std::size_t at = 0; at < given.size(); ++at)
+      if (!inputs[at].is_same(given[at])) use->inputs.emplace_back(given[at], inputs[at]);
+  }
   enter(unit, true);
   if (const auto* flat = units_[unit].home.flat) {
     flat->require_intact();
@@ -77,16 +80,39 @@ void Residency::after_forward(UnitSeam& seam, std::vector<at::Tensor>& outputs) 
 void Residency::after(std::size_t unit, std::vector<at::Tensor>& outputs, const std::shared_ptr<Use>& use) {
   if (options_.debug) check_memory(outputs, units_[unit]);
   if (depth_ == 1) cast(outputs, options_.outputs);
-  const bool gated =
-      units_[unit].home.flat && at::GradMode::is_enabled() && put_gate(outputs, [weak = weak_from_this(), use] {
-        if (const auto self = weak.lock()) self->enter_backward(use);
-      });
-  if (gated) {
+  if (units_[unit].home.flat && at::GradMode::is_enabled() && gate_outputs(outputs, use)) {
     ++units_[unit].outstanding;
     uses_.push_back(use);
     graphs_[unit].push_back(use);
   }
   leave(unit, true);
+}
+
+// Inputs that forward has written to in place are results as well: the caller has them, and backward comes back through
+// them.
+bool Residency::gate_outputs(std::vector<at::Tensor>& outputs, const std::shared_ptr<Use>& use) {
+  const auto replaced = std::exchange(use->inputs, {});
+  std::vector<const Replaced*> written;
+  auto through = outputs;
+  for (const auto& input : replaced) {
+    if (!input.written()) continue;
+    through.push_back(input.inside());
+    require(
+        through.back().defined() && input.can_follow(),
+        "Unit '{}' writes in place to an input that is a view of another tensor, or a leaf: autograd cannot follow that; "
+        "give the Unit a copy (clone) of it",
+        units_[use->unit].home.name);
+    written.push_back(&input);
+  }
+  const bool gated = put_gate(through, [weak = weak_from_this(), use] {
+    if (const auto self = weak.lock()) self->enter_backward(use);
+  });
+  for (std::size_t at = 0; at < through.size(); ++at)
+    if (at < outputs.size())
+      outputs[at] = std::move(through[at]);
+    else
+      written[at - outputs.size()]->follow(through[at]);
+  return gated;
 }
 
 void Residency::forward_failed(UnitSeam&) { end_forward_early(); }
@@ -110,6 +136,14 @@ void Residency::begin_pass(bool differentiates) {
 void Residency::begin_backward(bool retain_graph) {
   begin_pass(true);
   retain_graph_ = retain_graph;
+  // Graphs of earlier passes that were retained: this backward may go through each of their uses.
+  for (std::size_t unit = 0; unit < graphs_.size(); ++unit)
+    for (const auto& graph : graphs_[unit]) {
+      auto use = graph.lock();
+      if (!use || use->over || std::find(uses_.begin(), uses_.end(), use) != uses_.end()) continue;
+      ++units_[unit].outstanding;
+      uses_.push_back(std::move(use));
+    }
 }
 
 bool Residency::expects_backward(const FlatParameter& flat) const {
@@ -157,8 +191,6 @@ void Residency::enter_backward(const std::shared_ptr<Use>& use) {
       "would be those of other weights",
       at.home.name);
   use->running_backward = true;
-  // Its forward may have been part of an earlier pass.
-  if (std::find(uses_.begin(), uses_.end(), use) == uses_.end()) uses_.push_back(use);
   enter(use->unit, options_.prefetch_before_reduction);
 }
 
@@ -366,6 +398,14 @@ void Residency::end_pass() {
 }
 
 void Residency::abandon_pass() {
+  for (auto& unit : units_) {
+    if (!unit.home.flat) continue;
+    try {
+      unit.home.flat->await();
+    } catch (const std::exception&) {
+      // What this pass waited for may never come. That it is over says somebody else.
+    }
+  }
   clear_pass();
   depth_ = 0;
   forwards_.clear();

@@ -14,6 +14,7 @@
 #include "bonfire/shard/buffer_pool.h"
 #include "bonfire/shard/course.h"
 #include "bonfire/shard/flat_parameter.h"
+#include "bonfire/shard/gate.h"
 #include "bonfire/shard/host_clock.h"
 #include "bonfire/shard/side_stream.h"
 
@@ -95,7 +96,8 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
     std::size_t unit;
     std::int64_t generation = 0;
     bool running_backward = false;
-    bool over = false;  // its graph is gone
+    bool over = false;               // its graph is gone
+    std::vector<Replaced> inputs{};  // while its forward runs
   };
   enum class Pass { none, training, evaluation };
 
@@ -103,6 +105,7 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
   bool following() const { return course_ && !negotiating_; }
   void before(std::size_t unit, std::vector<at::Tensor>& inputs, const std::shared_ptr<Use>& use);
   void after(std::size_t unit, std::vector<at::Tensor>& outputs, const std::shared_ptr<Use>& use);
+  bool gate_outputs(std::vector<at::Tensor>& outputs, const std::shared_ptr<Use>& use);
   void end_forward_early();
   void enter(std::size_t unit, bool look_ahead);
   void leave(std::size_t unit, bool forward);

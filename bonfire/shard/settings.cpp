@@ -46,6 +46,11 @@ ShardSettings::ShardSettings(const Mesh& on, ShardOptions asked)
   if (options.offload == Offload::parameters && factors.parameters != factor)
     fail_config("offload of parameters with {} sharded and a factor of {}; allowed: sharded = parameters, or a factor of 1",
                 plan::name_of(options.what), factor);
+  if (!options.wrapping.apart.empty() && comes_and_goes() && !options.driven)
+    fail_config(
+        "wrapping.apart names parameter '{}', and parameters are gathered with their Unit: allowed without sharded or "
+        "offloaded parameters, or in a pipeline",
+        options.wrapping.apart.front().empty() ? "" : options.wrapping.apart.front().front());
   if (options.driven && options.uneven_inputs)
     fail_config("uneven_inputs with driven: a schedule has the same microbatches on all ranks; allowed: one of the two");
   if (const int to = options.reshard_after_forward.ranks; to < 0 || (to > 0 && factor % to != 0))

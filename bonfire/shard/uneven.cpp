@@ -73,13 +73,13 @@ bool Engine::State::join_others() {
 void Engine::finish(const std::function<void()>& step) {
   auto& state = *state_;
   require(state.options.uneven_inputs, "Engine::finish needs the option uneven_inputs, so that the other ranks expect it");
-  state.spent = state.joining = true;
-  state.complete = false;
+  state.joining = true;
+  state.gradients = State::Gradients::spent;
   while (state.join_others()) {
-    if (!state.complete) continue;
+    if (state.gradients != State::Gradients::whole) continue;
     state.scale_gradients();
     step();
-    state.spent = true;
+    state.gradients = State::Gradients::spent;
   }
   state.joining = false;
 }

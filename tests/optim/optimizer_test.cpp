@@ -34,8 +34,8 @@ struct Pair {
   }
 
   void expect_equal() const {
-    EXPECT_TRUE(at::allclose(ours->weight, theirs->weight, 1e-10, 1e-12));
-    EXPECT_TRUE(at::allclose(ours->bias, theirs->bias, 1e-10, 1e-12));
+    EXPECT_TRUE(at::allclose(ours->weight, theirs->weight, 1e-12, 1e-12));
+    EXPECT_TRUE(at::allclose(ours->bias, theirs->bias, 1e-12, 1e-12));
   }
 
   torch::nn::Linear ours{5, 3}, theirs{5, 3};

@@ -1,6 +1,7 @@
 // Partial fine-tuning: what is frozen costs nothing but its share of the parameters, and that may change between steps.
 #include <algorithm>
 #include <map>
+#include <numeric>
 
 #include "bonfire/comm/recorder.h"
 #include "tests/shard/twins.h"
@@ -162,6 +163,33 @@ TEST(Freezing, EverythingLeavesNothingToReduce) {
     engine.backward(net->forward(x, whole_chain).sum());
     EXPECT_TRUE(x.grad().defined());
     for (const auto& flat : engine.flats()) EXPECT_TRUE(flat->trained().empty());
+  });
+}
+
+// What was learned of the order is learned anew: pools hold what they would, had it always been so.
+TEST(Freezing, LeavesPoolsAsSmallAsTheyWere) {
+  constexpr std::size_t length = 10;
+  testing::Order all(length);
+  std::iota(all.begin(), all.end(), std::size_t{0});
+  const auto blocks = [](const std::string& name) { return name.starts_with("block") && !name.starts_with("block0"); };
+  const auto nothing = [](const std::string&) { return false; };
+  run_ranks(2, [&](World& world) {
+    for (const auto what : {Sharded::gradients, Sharded::parameters}) {
+      const auto bytes = [&](const auto& frozen_first, const auto& frozen_then) {
+        Chain net(length);
+        freeze(net, frozen_first);
+        Engine engine = shard(world.mesh({.shard = 2}), net, Cell{2, what}.options({.log = Log::silent()}));
+        for (int step = 0; step < 6; ++step) {
+          if (step == 2) freeze(net, frozen_then);
+          engine.backward(net->forward(chain_input(world.rank(), step), all).pow(2).mean());
+          engine.spend_gradients();
+        }
+        return engine.pool_bytes();
+      };
+      const auto most = std::max(bytes(nothing, nothing), bytes(blocks, blocks));
+      EXPECT_LE(bytes(blocks, nothing), most) << "thawed, " << plan::name_of(what);
+      EXPECT_LE(bytes(nothing, blocks), most) << "frozen, " << plan::name_of(what);
+    }
   });
 }
 

@@ -233,6 +233,8 @@ TEST(BadInput, IsRefusedInOneLine) {
           {"the root (Plain) is no Unit", "BONFIRE_UNIT"});
   refused(2, with(1, {.precision = {.gradients = at::kBFloat16, .reduction = at::kFloat}}),
           {"precision.reduction is Float for gradients kept in BFloat16 on 2 replicas", "fewer bytes"});
+  refused(2, with(2, {.what = Sharded::parameters, .wrapping = {.apart = {{"head.weight"}}}}),
+          {"wrapping.apart names parameter 'head.weight'", "in a pipeline"});
   refused(2,
           [](World& world) {
             UnitSequential inner(Block(6)), net;

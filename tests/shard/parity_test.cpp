@@ -36,8 +36,8 @@ class Parity : public ::testing::TestWithParam<std::size_t> {
                                    plan::name_of(run.options.what), run.options.reshard_after_forward.free ? "free" : "keep",
                                    run.accumulation, run.frozen ? "half frozen" : "all trained");
     for (std::size_t step = 0; step < alone.losses.size(); ++step)
-      EXPECT_NEAR(outcome.losses[step], alone.losses[step], 1e-9 * alone.losses[step]) << where;
-    EXPECT_LT(relative_distance(outcome.weights, alone.weights), 1e-9) << where;
+      EXPECT_NEAR(outcome.losses[step], alone.losses[step], 1e-12 * alone.losses[step]) << where;
+    EXPECT_LT(relative_distance(outcome.weights, alone.weights), 1e-12) << where;
   }
 
   // Variants of a model that is there already take some of the cells.

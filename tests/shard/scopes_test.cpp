@@ -190,7 +190,9 @@ TEST(Start, BroadcastsOrRefuses) {
 
 struct ScaleImpl : torch::nn::Module {
   explicit ScaleImpl(at::IntArrayRef shape) : weight(register_parameter("weight", at::ones(shape))) {}
-  at::Tensor forward(const at::Tensor& x) { return x * weight.sum() + weight.flatten()[0]; }
+  at::Tensor forward(const at::Tensor& x) {
+    return weight.numel() == 0 ? x + weight.sum() : x * weight.sum() + weight.flatten()[0];
+  }
   at::Tensor weight;
 };
 BONFIRE_UNIT(Scale);
@@ -198,7 +200,7 @@ BONFIRE_UNIT(Scale);
 // From one element, of which three ranks get nothing, over sizes that nothing divides, to an empty parameter.
 struct SizesImpl : torch::nn::Module {
   SizesImpl() {
-    const std::vector<std::vector<std::int64_t>> shapes{{1}, {}, {3}, {257}, {5, 13}, {1, 1}, {64}, {255, 1}};
+    const std::vector<std::vector<std::int64_t>> shapes{{1}, {}, {3}, {257}, {5, 13}, {1, 1}, {64}, {255, 1}, {0, 4}};
     for (std::size_t at = 0; at < shapes.size(); ++at)
       scales.push_back(register_module(fmt::format("scale{}", at), Scale(shapes[at])));
     root = register_parameter("root", at::ones({}));
@@ -230,7 +232,7 @@ TEST(Sizes, NeedNotDivide) {
       Twins<Sizes> twins(world, {3, what}, [] { return Sizes(); });
       for (int step = 0; step < 3; ++step)
         twins.step([&](Sizes& net, int rank) { return net->forward(chain_input(rank, step)).sin().sum(); });
-      twins.expect_equal(1e-10);
+      twins.expect_equal();
     }
   });
 }

@@ -46,6 +46,81 @@ TEST(Uses, SeveralInOneForward) {
                  [&](Chain& net, int rank, int step) { return mean_square(net->forward(chain_input(rank, step), order)); });
 }
 
+// A second backward through the same graph has as many uses to wait for as the first.
+TEST(Uses, SeveralInARetainedGraph) {
+  run_ranks(testing::cell_ranks, [](World& world) {
+    for (const Cell& cell : cells())
+      for (const auto& order : std::vector<testing::Order>{{0, 1, 2}, {0, 0}, {0, 1, 0, 1}}) {
+        Twins<Chain> twins(world, cell, [] { return Chain(3); });
+        for (int step = 0; step < steps; ++step) {
+          const auto loss = [&](Chain& net, int rank) { return mean_square(net->forward(chain_input(rank, step), order)); };
+          const auto ours = loss(twins.ours, world.rank());
+          twins.engine.accumulate(ours, {.retain_graph = true});
+          twins.engine.accumulate(ours, {.retain_graph = true});
+          twins.engine.backward(ours);
+          for (int times = 0; times < 3; ++times) twins.add(loss);
+          twins.update();
+        }
+        twins.expect_equal();
+      }
+  });
+}
+
+// Writes to what it was given, with and without its weights; the caller goes on with what it finds there.
+struct WriterImpl : torch::nn::Module {
+  WriterImpl() : linear(register_module("linear", Linear(width, width))) {
+    gain = register_parameter("gain", at::ones({width}));
+  }
+  at::Tensor forward(at::Tensor x) {
+    x.mul_(2);
+    const auto y = linear->forward(x.clone());
+    x.add_(gain);
+    return y;
+  }
+  Linear linear;
+  at::Tensor gain;
+};
+BONFIRE_UNIT(Writer);
+
+struct WrittenImpl : torch::nn::Module {
+  WrittenImpl()
+      : first(register_module("first", Linear(width, width))),
+        writer(register_module("writer", Writer())),
+        last(register_module("last", Block(width))) {
+    initialise(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    auto y = first->forward(x);
+    const auto z = writer->forward(y);
+    const auto between = y * 3;
+    return last->forward(z) + between + writer->forward(y) + y.tanh();
+  }
+  Linear first;
+  Writer writer;
+  Block last;
+};
+BONFIRE_UNIT(Written);
+
+TEST(Uses, InputsMayBeWrittenInPlace) {
+  train<Written>([] { return Written(); },
+                 [](Written& net, int rank, int step) { return mean_square(net->forward(chain_input(rank, step))); });
+}
+
+TEST(Uses, InputsThatAutogradCannotFollowAreRefused) {
+  run_ranks(2, [](World& world) {
+    Written net;
+    const Engine engine = shard(world.mesh({.shard = 2}), net, {.what = Sharded::parameters, .log = Log::silent()});
+    const auto leaf = chain_input(0, 0).set_requires_grad(true);
+    for (const auto& input : {leaf, (leaf * 2).narrow(0, 1, 2)}) try {
+        static_cast<void>(net->writer->forward(input));
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const std::exception& error) {
+        EXPECT_NE(std::string(error.what()).find("Unit 'writer' writes in place to an input"), std::string::npos)
+            << error.what();
+      }
+  });
+}
+
 TEST(Uses, SeveralForwardsBeforeOneBackward) {
   train<Chain>([] { return Chain(3); },
                [](Chain& net, int rank, int step) {

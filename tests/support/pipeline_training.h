@@ -52,6 +52,6 @@ PipelineOutcome train_pipeline(const World& world, const PipelineRun& run);
 PipelineOutcome train_plainly(const PipelineRun& run);
 
 // Weights and losses of a rank of a pipeline are those of the oracle.
-void expect_parity(const PipelineOutcome& pipeline, const PipelineOutcome& plain, double tolerance = 1e-9);
+void expect_parity(const PipelineOutcome& pipeline, const PipelineOutcome& plain, double tolerance = 1e-12);
 
 }  // namespace bonfire::testing

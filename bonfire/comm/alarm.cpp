@@ -1,0 +1,78 @@
+#include "bonfire/comm/alarm.h"
+
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "bonfire/comm/work.h"
+
+namespace bonfire {
+namespace {
+
+std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
+std::string text_of(const std::vector<std::uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+
+const std::string alike = "alike", apart = "apart";
+
+}  // namespace
+
+Alarm::Alarm(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
+    : store_(std::move(store)), rank_(rank), size_(size) {}
+
+// Below it: `first` (place and words of the rank that was first), `count` of those that failed, `same` of those that failed
+// where the first did, and `verdict`, which is given once.
+std::string Alarm::key() const { return fmt::format("alarm/{}/", epoch_); }
+
+std::string Alarm::words_of_first() const {
+  const auto first = text_of(store_->get(key() + "first"));
+  return first.substr(first.find('\n') + 1);
+}
+
+bool Alarm::raise(const std::string& words, std::int64_t place, std::chrono::milliseconds patience) {
+  if (size_ == 1) return true;
+  const std::lock_guard lock(mutex_);
+  if (known()) return false;
+  const auto mine = fmt::format("{}\nrank {} failed: {}", place, rank_, words.substr(0, words.find('\n')));
+  if (store_->add(key() + "count", 1) == 1) store_->set(key() + "first", bytes_of(mine));
+  const auto verdict = [&](const std::string& said) {
+    return text_of(store_->compareSet(key() + "verdict", bytes_of(""), bytes_of(said)));
+  };
+  const auto first = text_of(store_->get(key() + "first"));
+  if (std::stoll(first) != place)
+    verdict(apart);
+  else if (store_->add(key() + "same", 1) == size_)
+    verdict(alike);
+  try {
+    store_->wait({key() + "verdict"}, patience);
+  } catch (const std::exception&) {
+    // Somebody has not come: whatever was said meanwhile counts.
+  }
+  if (verdict(apart) == alike) {
+    ++epoch_;
+    return true;
+  }
+  words_ = words_of_first();
+  broken_.store(true, std::memory_order_release);
+  return false;
+}
+
+void Alarm::ask() {
+  if (size_ == 1) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!known() && store_->check({key() + "first"})) {
+      store_->compareSet(key() + "verdict", bytes_of(""), bytes_of(apart));
+      words_ = words_of_first();
+      broken_.store(true, std::memory_order_release);
+    }
+  }
+  check();
+}
+
+void Alarm::check() const {
+  if (known()) throw PeerLost(words_);
+}
+
+}  // namespace bonfire

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include <c10/util/intrusive_ptr.h>
+
+#include "bonfire/base/api.h"
+
+namespace c10d {
+class Store;
+}
+
+namespace bonfire {
+
+// How a rank that fails between collectives tells the others, which may be waiting for it in one of them; and how ranks that
+// have all failed alike find out that nobody waits for anybody, so that they may go on. One for each World and rank.
+class BONFIRE_API Alarm {
+ public:
+  Alarm(c10::intrusive_ptr<c10d::Store> store, int rank, int size);
+
+  // This rank failed, and says why in the first line of `words`. `place` counts what it has issued: it is the same on ranks
+  // that failed at the same place. Waits for the others' word, no longer than `patience`. True: all ranks failed at that
+  // place, and may go on. False: from now on every wait and every collective of this World throws the words of the rank that
+  // failed first.
+  bool raise(const std::string& words, std::int64_t place, std::chrono::milliseconds patience);
+  // Throws PeerLost where a rank has raised the alarm. Asks the store: for somebody who has waited for a while.
+  void ask();
+  // The same as far as this rank knows already.
+  void check() const;
+  bool known() const { return broken_.load(std::memory_order_acquire); }
+
+ private:
+  std::string key() const;
+  std::string words_of_first() const;
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  int rank_, size_;
+  mutable std::mutex mutex_;
+  std::int64_t epoch_ = 0;  // alarms that all ranks have survived
+  std::string words_;
+  std::atomic<bool> broken_{false};
+};
+
+}  // namespace bonfire
