@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <exception>
 #include <numeric>
 #include <tuple>
 #include <unordered_map>
@@ -13,6 +14,9 @@
 #include "bonfire/base/error.h"
 #include "bonfire/shard/build_scope.h"
 #include "bonfire/shard/engine_state.h"
+#include "bonfire/shard/freed_storage.h"
+#include "bonfire/shard/guards.h"
+#include "bonfire/shard/input_cast.h"
 
 // Where an engine's parameters lie: which of them share a flat buffer, and how they move to others.
 namespace bonfire {
@@ -59,6 +63,11 @@ Engine::State::State(const Mesh& on, torch::nn::Module& module, ShardOptions ask
 }
 
 Engine::State::~State() {
+  const bool any = std::any_of(parameters.begin(), parameters.end(), [](const Parameter& one) { return one.trained; });
+  const bool unused = any && complete && !spent && !settings.gradients_readable();
+  if (unused && std::uncaught_exceptions() == 0 && mesh.group(Axis::data).rank() == 0)
+    options.log.warning("the gradients of the last Engine::backward were not used: with {} sharded, {}",
+                        plan::name_of(options.what), use_our_optimizers);
   for (auto& parameter : parameters) {
     for (const auto& tensor : parameter.all()) torch::autograd::impl::set_post_acc_grad_hooks(tensor, nullptr);
     if (parameter.sink) parameter.sink->leave();
@@ -70,6 +79,8 @@ void Engine::State::find_parameters(torch::nn::Module& module) {
   // Outputs are cast where the root's forward ends, so that has to be known too.
   if (seams_gather() || options.precision.outputs) require_marked_root(module);
   groups = groups_of(module, options.wrapping);
+  if (factors.parameters > 1 && !options.driven && mesh.group(Axis::data).rank() == 0)
+    warn_of_one_unit(module, groups, options);
   for (std::size_t group = 0; group < groups.size(); ++group) {
     members.emplace_back();
     const auto prepared = prepared_in(groups[group]);
@@ -79,11 +90,12 @@ void Engine::State::find_parameters(torch::nn::Module& module) {
       const bool hooked = torch::autograd::impl::get_autograd_meta(member.parameter) &&
                           torch::autograd::impl::post_acc_grad_hooks(member.parameter);
       require(!hooked, "parameter '{}' has a gradient hook already: of another Engine, or of yours", member.name);
+      require_on_device(mesh.group(Axis::data), member.name, member.parameter);
       auto own = member.parameter.scalar_type();
       auto compute = settings.compute_type(member.name, member.parameter, own);
       bool trained = member.parameter.requires_grad();
       require(
-          prepared || member.parameter.numel() == 0 || member.parameter.storage().data(),
+          prepared || has_memory(member.parameter),
           "parameter '{}' has no memory: its Unit was built in a build scope with other options than shard() was given, or "
           "it was sharded by an Engine that is gone",
           member.name);
@@ -162,7 +174,18 @@ void Engine::State::install(torch::nn::Module& module) {
           parameter.name, c10::toString(parameter.compute));
   }
   const auto& precision = options.precision;
-  if (!seams_gather() && !precision.outputs && !precision.keep) return;
+  const bool follows = seams_gather() || precision.outputs || precision.keep;
+  if (!follows && (!precision.parameters || options.driven)) return;
+  for (const auto& group : groups)
+    if (group.unit && std::find(seams.begin(), seams.end(), group.unit) == seams.end()) seams.push_back(group.unit);
+  if (auto* root = unit_of(module); root && std::find(seams.begin(), seams.end(), root) == seams.end())
+    seams.push_back(root);
+  for (auto* seam : seams) require(!seam->hooks(), "Unit '{}' is part of another Engine already", seam->module().name());
+  if (!follows) {
+    input_cast = std::make_unique<InputCast>(*precision.parameters);
+    for (auto* seam : seams) seam->set_hooks(input_cast.get());
+    return;
+  }
 
   ResidencyOptions how{.gathers = mesh.gathers(),
                        .free_after_forward = options.reshard_after_forward.free && options.reshard_after_forward.ranks != 1,
@@ -181,14 +204,7 @@ void Engine::State::install(torch::nn::Module& module) {
                        .backward_ended = [this](const FlatParameter& flat) { backward_ended(flat); }};
   if (options.reshard_after_forward.ranks > 1) how.kept = mesh.shard_subgroup(options.reshard_after_forward.ranks);
   residency = std::make_shared<Residency>(pool, host, std::move(how));
-  for (const auto& group : groups)
-    if (group.unit && std::find(seams.begin(), seams.end(), group.unit) == seams.end()) seams.push_back(group.unit);
-  if (auto* root = unit_of(module); root && std::find(seams.begin(), seams.end(), root) == seams.end())
-    seams.push_back(root);
-  for (auto* seam : seams) {
-    require(!seam->hooks(), "Unit '{}' is part of another Engine already", seam->module().name());
-    seam->set_hooks(residency.get());
-  }
+  for (auto* seam : seams) seam->set_hooks(residency.get());
 }
 
 // Puts the groups, in the order in which backward finishes them, into flat parameters. Those that already lie as they should
