@@ -18,7 +18,7 @@ int main(int argc, char** argv) {
     auto engine = bonfire::shard(mesh, model, options);
     auto optimizer = bonfire::AdamW(engine, {.lr = 1e-3});
     for (std::int64_t step = 0; step < steps; ++step) {
-      auto [x, y] = example::samples(step * batch + world.rank() * mine, mine);
+      auto [x, y] = example::samples(step * batch + world.rank() * mine, mine, world.device());
       auto loss = (model->forward(x) - y).pow(2).mean();
       engine.backward(loss);
       optimizer.step();

@@ -10,10 +10,11 @@ int main(int argc, char** argv) {
     const std::int64_t mine = batch / world.size();
 
     auto model = example::Mlp(1);
+    model->to(world.device());
     auto engine = bonfire::shard(world.mesh({.replicate = world.size()}), model);
     auto optimizer = bonfire::AdamW(engine, {.lr = 1e-2});
     for (std::int64_t step = 0; step < steps; ++step) {
-      auto [x, y] = example::samples(step * batch + world.rank() * mine, mine);
+      auto [x, y] = example::samples(step * batch + world.rank() * mine, mine, world.device());
       auto loss = (model->forward(x) - y).pow(2).mean();
       engine.backward(loss);
       optimizer.step();

@@ -10,6 +10,7 @@ int main(int argc, char** argv) {
     const std::int64_t mine = batch / world.size();
 
     auto model = example::Mlp(1);
+    model->to(world.device());
     const auto train_hidden = [&](bool on) {
       for (auto& layer : model->hidden)
         for (auto& parameter : layer->parameters()) parameter.set_requires_grad(on);
@@ -23,7 +24,7 @@ int main(int argc, char** argv) {
     auto optimizer = bonfire::AdamW(engine, {.lr = 1e-2, .weight_decay = 1e-3, .rules = {gently}});
     for (std::int64_t step = 0; step < steps; ++step) {
       if (step == thaw) train_hidden(true);
-      auto [x, y] = example::samples(step * batch + world.rank() * mine, mine);
+      auto [x, y] = example::samples(step * batch + world.rank() * mine, mine, world.device());
       auto loss = (model->forward(x) - y).pow(2).mean();
       engine.backward(loss);
       optimizer.step();

@@ -15,11 +15,12 @@ double train(const bonfire::World& world) {
   constexpr std::int64_t steps = 151, batch = 64;
   const std::int64_t mine = batch / world.size();
   auto model = example::Mlp(1);
+  model->to(world.device());
   auto engine = bonfire::shard(world.mesh({.replicate = world.size()}), model);
   auto optimizer = bonfire::AdamW(engine, {.lr = 1e-2});
   double last = 0;
   for (std::int64_t step = 0; step < steps; ++step) {
-    auto [x, y] = example::samples(step * batch + world.rank() * mine, mine);
+    auto [x, y] = example::samples(step * batch + world.rank() * mine, mine, world.device());
     auto loss = (model->forward(x) - y).pow(2).mean();
     engine.backward(loss);
     optimizer.step();

@@ -12,10 +12,11 @@ int main(int argc, char** argv) {
     const std::int64_t mine = batch / world.size();
 
     auto model = example::Mlp(1);
+    model->to(world.device());
     auto engine = bonfire::shard(world.mesh({.replicate = world.size()}), model);
     torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2).weight_decay(0));
     for (std::int64_t step = 0; step < steps; ++step) {
-      auto [x, y] = example::samples(step * batch + world.rank() * mine, mine);
+      auto [x, y] = example::samples(step * batch + world.rank() * mine, mine, world.device());
       auto loss = (model->forward(x) - y).pow(2).mean();
       optimizer.zero_grad();
       engine.backward(loss);

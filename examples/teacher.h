@@ -13,11 +13,11 @@
 // What the examples learn: a function of eight numbers, from samples that are made as they are needed.
 namespace example {
 
-// A layer is what is gathered and freed as a whole once parameters are sharded: a Unit. Where they are not, marking it costs
-// nothing, and TORCH_MODULE would do as well.
+// A layer is the sharding unit, like an FSDP-wrapped module. Where parameters are not sharded TORCH_MODULE would do as well.
 struct LayerImpl : torch::nn::LinearImpl {
   LayerImpl(const bonfire::Random& random, std::int64_t inputs, std::int64_t outputs) : LinearImpl(inputs, outputs) {
-    // Weights from a counter-based generator: the same on every rank, in whatever order they are made.
+    // Weights from a counter-based generator: the same in every run, so that runs can be compared. Torch's own initial
+    // values would do as well; all ranks start from rank 0's.
     const at::NoGradGuard no_grad;
     for (auto& item : named_parameters()) {
       const bonfire::Random own = random.fork(item.key());
@@ -57,9 +57,9 @@ struct Batch {
   at::Tensor x, y;
 };
 
-// Samples `first` and the `count - 1` after it. A sample depends on its number alone, so ranks need only agree on who takes
-// which.
-inline Batch samples(std::int64_t first, std::int64_t count) {
+// Samples `first` and the `count - 1` after it, on `device`. A sample depends on its number alone, so ranks need only agree
+// on who takes which.
+inline Batch samples(std::int64_t first, std::int64_t count, c10::Device device) {
   const bonfire::Random random(7);
   Batch batch{at::empty({count, 8}), at::empty({count, 1})};
   for (std::int64_t row = 0; row < count; ++row) {
@@ -71,7 +71,7 @@ inline Batch samples(std::int64_t first, std::int64_t count) {
     }
     batch.y[row][0] = std::sin(sum / 16);
   }
-  return batch;
+  return {batch.x.to(device), batch.y.to(device)};
 }
 
 }  // namespace example

@@ -131,5 +131,6 @@ void measure(World& world, const Arguments& given) {
 int main(int argc, char** argv) {
   Arguments given;
   for (int at = 1; at + 1 < argc; at += 2) given[argv[at] + 2] = argv[at + 1];
-  return bonfire::launch(argc, argv, [&](World& world) { measure(world, given); });
+  return bonfire::launch(argc, argv, [&](World& world) { measure(world, given); },
+                         {.device = [](const Environment&) { return c10::Device(c10::kCPU); }});
 }

@@ -25,7 +25,10 @@ std::shared_ptr<Backend> Communicators::connect(const std::string& meeting, cons
   auto store = c10::make_intrusive<c10d::PrefixStore>(meeting, store_);
   if (options_.device.is_cuda())
     return require_cuda_plugin().make_nccl(std::move(store), group.rank, group.size(),
-                                           {.name = group.name, .device = options_.device, .timeout = options_.timeout});
+                                           {.name = group.name,
+                                            .device = options_.device,
+                                            .timeout = options_.timeout,
+                                            .log = group.axis == Axis::world ? options_.log : Log::silent()});
   return make_gloo_backend(
       std::move(store),
       {.rank = group.rank, .size = group.size(), .timeout = options_.timeout, .address = options_.address});

@@ -40,7 +40,9 @@ std::string plugin_path() {
 CudaPluginOpening find() {
   if (auto problem = driver_problem(); !problem.empty()) return {nullptr, std::move(problem)};
   auto opening = open_cuda_plugin(plugin_path());
-  if (opening.plugin && opening.plugin->device_count() == 0) return {nullptr, "CUDA shows no GPU, though the driver does"};
+  if (opening.plugin && opening.plugin->device_count() == 0)
+    opening = {nullptr, "CUDA shows no GPU, though the driver does"};
+  opening.driver_shows_gpu = true;
   return opening;
 }
 
@@ -67,6 +69,13 @@ const CudaPluginOpening& cuda_plugin() {
   // A fact of the process, like torch's own registry of devices: there is no second one to ask.
   static const CudaPluginOpening opening = find();
   return opening;
+}
+
+c10::Device device_in_turn(const CudaPluginOpening& opening, int local_rank, const Log& log) {
+  if (opening.plugin) return {c10::kCUDA, static_cast<c10::DeviceIndex>(local_rank % opening.plugin->device_count())};
+  if (opening.driver_shows_gpu && local_rank == 0)
+    log.warning("this machine has a GPU, but its ranks compute on the CPU: {}", opening.reason);
+  return c10::kCPU;
 }
 
 std::unique_ptr<CapturedWork> make_captured_work(c10::Device device) {

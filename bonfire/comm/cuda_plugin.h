@@ -11,6 +11,7 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/base/clock.h"
+#include "bonfire/base/log.h"
 #include "bonfire/comm/captured_work.h"
 #include "bonfire/comm/device.h"
 
@@ -27,6 +28,7 @@ struct NcclOptions {
   c10::Device device = c10::Device(c10::kCUDA, 0);
   std::chrono::milliseconds timeout = std::chrono::minutes(10);  // of one collective
   bool high_priority = true;                                     // its stream goes before compute's
+  Log log = Log::silent();                                       // hears where ranks share a GPU
 };
 
 // What libbonfire_cuda.so offers. The library knows no CUDA: it opens the plug-in and calls it through this table.
@@ -57,6 +59,7 @@ using CudaPluginEntry = const CudaPlugin* (*)();
 struct CudaPluginOpening {
   const CudaPlugin* plugin = nullptr;
   std::string reason;
+  bool driver_shows_gpu = false;
 };
 
 // Opens the library at `path`. It stays open: torch cannot forget the operators that it registers.
@@ -69,5 +72,9 @@ BONFIRE_API const CudaPluginOpening& cuda_plugin();
 
 // The same, for those who cannot go on without. Throws Error with the reason.
 BONFIRE_API const CudaPlugin& require_cuda_plugin();
+
+// Which of the plug-in's GPUs is a rank's: they go round by local rank. The CPU where there is no plug-in; that is worth a
+// warning, of one rank a machine, where there is a GPU.
+BONFIRE_API c10::Device device_in_turn(const CudaPluginOpening& opening, int local_rank, const Log& log);
 
 }  // namespace bonfire

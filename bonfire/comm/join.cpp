@@ -14,6 +14,7 @@
 #include "bonfire/base/clock.h"
 #include "bonfire/base/error.h"
 #include "bonfire/comm/crash.h"
+#include "bonfire/comm/cuda_plugin.h"
 #include "bonfire/comm/failure.h"
 #include "bonfire/comm/launcher.h"
 #include "bonfire/comm/progress.h"
@@ -122,6 +123,12 @@ FailureNote note_of(const std::exception& error) {
 }
 
 }  // namespace
+
+c10::Device local_device(const Environment& place, const Log& log) {
+  const c10::Device device = device_in_turn(cuda_plugin(), place.local_rank, log);
+  set_current(device);
+  return device;
+}
 
 World world_from_store(StorePtr store, const Environment& place, JoinOptions options) {
   StorePtr own = c10::make_intrusive<c10d::PrefixStore>(fmt::format("attempt {}", place.restarts), std::move(store));

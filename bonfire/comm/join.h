@@ -17,7 +17,8 @@ namespace bonfire {
 struct JoinOptions {
   // Device, timeout, debug, log. The place (local rank, node, address) is filled in.
   WorldOptions world = {};
-  // Chooses the device, once the place is known: cuda:(local rank mod GPUs), say. Without it: world.device.
+  // Chooses the device, once the place is known; local_device takes the GPUs in turn. Without it: world.device,
+  // except that bonfire::launch takes local_device in place of the CPU.
   std::function<c10::Device(const Environment&)> device = {};
   std::string configuration = {};                                          // compared between the ranks: best a hash
   std::chrono::milliseconds rendezvous_timeout = std::chrono::minutes(5);  // BONFIRE_RENDEZVOUS_TIMEOUT (seconds) wins
@@ -25,6 +26,10 @@ struct JoinOptions {
   std::function<void(const std::string&)> on_stall = {};
   Variables variables = process_variables();
 };
+
+// The device of the rank at `place`: the GPUs that it sees are given out in turn, by local rank; the CPU where there is
+// none. Makes it the calling thread's current one. Warns where there is a GPU that cannot be used.
+BONFIRE_API c10::Device local_device(const Environment& place, const Log& log = {});
 
 // Collective: the World that the environment tells of (torchrun, Slurm, MPI, our launcher); alone where it tells of none.
 // Throws ConfigError where it is contradictory.

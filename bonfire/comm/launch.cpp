@@ -77,6 +77,8 @@ int launch(int argc, char** argv, const std::function<void(World&)>& program, Jo
     std::fprintf(stderr, "bonfire: %s\n", error.what());
     return dynamic_cast<const ConfigError*>(&error) != nullptr ? 2 : 1;
   }
+  if (!options.device && options.world.device.is_cpu())
+    options.device = [log = options.world.log](const Environment& place) { return local_device(place, log); };
   return run_rank(std::move(options), [&](World& world) {
     program(world);
     return 0;

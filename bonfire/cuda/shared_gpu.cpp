@@ -2,8 +2,10 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <map>
 #include <string>
 
 #include <c10/cuda/CUDAException.h>
@@ -29,23 +31,22 @@ std::string uuid_of(c10::Device device) {
 
 }  // namespace
 
-void let_ranks_share_gpus(c10d::Store& store, int rank, int size, c10::Device device) {
+int let_ranks_share_gpus(c10d::Store& store, int rank, int size, c10::Device device) {
   const auto key = [](const char* what, int of) { return fmt::format("{} of {}", what, of); };
   const std::string host = host_name(), gpu = uuid_of(device);
   store.set(key("host", rank), host);
   store.set(key("gpu", rank), gpu);
-  bool shared = false, any_shared = false, one_host = true;
-  std::string seen;
+  bool one_host = true;
+  std::map<std::string, int> ranks_on;
+  int most = 0;
   for (int other = 0; other < size; ++other) {
-    const std::string their_gpu = store.get_to_str(key("gpu", other));
-    shared |= other != rank && their_gpu == gpu;
-    any_shared |= seen.find(their_gpu) != std::string::npos;
-    seen += their_gpu + "\n";
+    most = std::max(most, ++ranks_on[store.get_to_str(key("gpu", other))]);
     one_host &= store.get_to_str(key("host", other)) == host;
   }
   constexpr int keep_the_users = 0;
-  if (shared) setenv("NCCL_HOSTID", fmt::format("{} rank {}", host, rank).c_str(), keep_the_users);
-  if (any_shared && one_host) setenv("NCCL_SOCKET_IFNAME", "lo", keep_the_users);
+  if (ranks_on[gpu] > 1) setenv("NCCL_HOSTID", fmt::format("{} rank {}", host, rank).c_str(), keep_the_users);
+  if (most > 1 && one_host) setenv("NCCL_SOCKET_IFNAME", "lo", keep_the_users);
+  return most;
 }
 
 }  // namespace bonfire::cuda

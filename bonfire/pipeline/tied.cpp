@@ -10,6 +10,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/shard/engine.h"
+#include "bonfire/shard/freed_storage.h"
 
 namespace bonfire {
 namespace {
@@ -74,7 +75,7 @@ void Ties::begin_equal(const std::map<int, torch::nn::Module*>& modules) const {
         const auto* const tensor = parameters.find(name);
         require(tensor, "stage {} has no tied weight '{}'", stage, name);
         // Built in shares: then the builder has seen to equal values.
-        if (!tensor->storage().data()) continue;
+        if (!has_memory(*tensor)) continue;
         if (stage == group.stages.front()) first = true;
         copies.push_back(*tensor);
       }

@@ -7,6 +7,7 @@
 #include <torch/nn/module.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/comm/group_state.h"
 #include "bonfire/nn/sequential.h"
 
 namespace bonfire {
@@ -55,6 +56,8 @@ void Build::constructed(UnitSeam& unit) {
     collect(unit.module(), "", Without::units, built.parameters);
     init_(built);
   }
+  // Later it could not be moved any more.
+  if (const auto device = settings_.mesh.group(Axis::data).state().device; !device.is_cpu()) unit.module().to(device);
   const auto& wrapping = settings_.options.wrapping;
   const auto& types = wrapping.types;
   const bool chosen = types.empty() || std::find(types.begin(), types.end(), unit.type_name()) != types.end();

@@ -35,8 +35,8 @@ using InitUnit = std::function<void(const BuiltUnit& unit)>;
 // A scope for a model that is too big to be built first: each Unit that is constructed in it is sharded before its
 // constructor returns, so that a rank never holds more than its shares and the Unit that is being built. shard() with the
 // same mesh and options then adopts them. Initialise a Unit's parameters in its constructor, or by `init`, which is called
-// for every Unit before it is sharded, and where nothing is; with Start::broadcast they become rank 0's. With options under
-// which a rank holds the whole model, nothing else happens here.
+// for every Unit before it is sharded, and where nothing is; with Start::broadcast they become rank 0's. On a GPU each Unit
+// is moved there first. With options under which a rank holds the whole model, nothing else happens here.
 //
 //   std::optional<bonfire::Build> build(std::in_place, mesh, options);
 //   auto model = MyModel(...);

@@ -12,6 +12,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/shard/engine_ref.h"
 #include "bonfire/shard/engine_state.h"
+#include "bonfire/shard/guards.h"
 
 namespace bonfire {
 
@@ -29,11 +30,10 @@ void Engine::State::begin_backward(bool is_last) {
 
 void Engine::State::begin_backward(const GradientPass& pass) {
   if (!residency && !options.driven) follow_freezing();
-  require(gradients != Gradients::whole || settings.backward_may_repeat(),
-          "a second Engine::backward before the gradients of the first were used: with {} sharded, ranks hold only their "
-          "share of "
-          "these; call Engine::accumulate for all but the last",
-          plan::name_of(options.what));
+  require(gradients != Gradients::whole || settings.gradients_readable(),
+          "a second Engine::backward before the gradients of the first were used: with {} sharded, call Engine::accumulate "
+          "for all microbatches but the last, and {}",
+          plan::name_of(options.what), use_our_optimizers);
   last = pass.last;
   reducing = pass.reduces;
   const bool afresh = starts_afresh();

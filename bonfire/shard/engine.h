@@ -33,7 +33,7 @@ using plan::Sharded;
 // What happens to parameters that differ between ranks when training starts.
 enum class Start {
   check,      // an error that names the first one
-  broadcast,  // rank 0's values are sent to all
+  broadcast,  // rank 0's values, and its buffers', are sent to all
 };
 
 // When a Unit's memory goes out between forward and backward.
@@ -70,7 +70,7 @@ struct ShardOptions {
   Accumulation accumulation = Accumulation::sharded;
   Offload offload = Offload::none;
   Wrapping wrapping{};
-  Start start = Start::check;
+  Start start = Start::broadcast;
   plan::BucketOptions buckets{};
   ReductionOptions reduction{};
   std::shared_ptr<Reduction> hook{};  // instead of `reduction`: a user's own, over the replicas
@@ -108,7 +108,8 @@ class BONFIRE_API Engine {
   // gradients or parameters are kept as shares; otherwise without communication.
   void accumulate(const at::Tensor& loss, const BackwardOptions& how = {});
   // The same for the last microbatch, or the only one: afterwards gradients are the average over the ranks of what each has
-  // accumulated. Collective. Where it throws, on all ranks alike, the gradients of the step are lost.
+  // accumulated. Collective. Where it throws, on all ranks alike, the gradients of the step are lost. Once a step where
+  // gradients or optimizer state are sharded.
   void backward(const at::Tensor& loss, const BackwardOptions& how = {});
   // For a rank that has run out of data (`uneven_inputs`): takes part in the others' steps until they end too, calling
   // `step` (normally the optimizer's) after each, so that its parameters stay equal. Gradients are averaged over the ranks

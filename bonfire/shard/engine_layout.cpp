@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <exception>
 #include <numeric>
 #include <unordered_map>
 #include <utility>
@@ -12,6 +13,9 @@
 #include "bonfire/base/error.h"
 #include "bonfire/shard/build_scope.h"
 #include "bonfire/shard/engine_state.h"
+#include "bonfire/shard/freed_storage.h"
+#include "bonfire/shard/guards.h"
+#include "bonfire/shard/input_cast.h"
 
 // Where an engine's parameters lie: which of them share a flat buffer, and how they move to others.
 namespace bonfire {
@@ -54,7 +58,14 @@ Engine::State::State(const Mesh& on, torch::nn::Module& module, ShardOptions ask
   lay_out(likely_order());
 }
 
-Engine::State::~State() { leave_module(); }
+Engine::State::~State() {
+  const bool any = std::any_of(parameters.begin(), parameters.end(), [](const Parameter& one) { return one.trained; });
+  const bool unused = any && gradients == Gradients::whole && !settings.gradients_readable();
+  if (unused && std::uncaught_exceptions() == 0 && mesh.group(Axis::data).rank() == 0)
+    options.log.warning("the gradients of the last Engine::backward were not used: with {} sharded, {}",
+                        plan::name_of(options.what), use_our_optimizers);
+  leave_module();
+}
 
 void Engine::State::leave_module() {
   for (auto& parameter : parameters) {
@@ -69,6 +80,8 @@ void Engine::State::find_parameters(torch::nn::Module& module) {
   // Outputs are cast where the root's forward ends, so that has to be known too.
   if (seams_gather() || options.precision.outputs) require_marked_root(module);
   groups = groups_of(module, options.wrapping);
+  if (factors.parameters > 1 && !options.driven && mesh.group(Axis::data).rank() == 0)
+    warn_of_one_unit(module, groups, options);
   for (std::size_t group = 0; group < groups.size(); ++group) {
     members.emplace_back();
     const auto prepared = prepared_in(groups[group]);
@@ -78,11 +91,12 @@ void Engine::State::find_parameters(torch::nn::Module& module) {
       const bool hooked = torch::autograd::impl::get_autograd_meta(member.parameter) &&
                           torch::autograd::impl::post_acc_grad_hooks(member.parameter);
       require(!hooked, "parameter '{}' has a gradient hook already: of another Engine, or of yours", member.name);
+      require_on_device(mesh.group(Axis::data), member.name, member.parameter);
       auto own = member.parameter.scalar_type();
       auto compute = settings.compute_type(member.name, member.parameter, own);
       bool trained = member.parameter.requires_grad();
       require(
-          prepared || member.parameter.numel() == 0 || member.parameter.storage().data(),
+          prepared || has_memory(member.parameter),
           "parameter '{}' has no memory: its Unit was built in a build scope with other options than shard() was given, or "
           "it was sharded by an Engine that is gone",
           member.name);
@@ -161,7 +175,22 @@ void Engine::State::install(torch::nn::Module& module) {
           parameter.name, c10::toString(parameter.compute));
   }
   const auto& precision = options.precision;
-  if (!seams_gather() && !precision.outputs && !precision.keep) return;
+  const bool follows = seams_gather() || precision.outputs || precision.keep;
+  if (!follows && (!precision.parameters || options.driven)) return;
+  const auto hook = [&](UnitHooks& hooks) {
+    const auto put = [&](UnitSeam* unit) {
+      if (!unit || std::any_of(seams.begin(), seams.end(), [&](const Seam& known) { return known.unit == unit; })) return;
+      require(!unit->hooks(), "Unit '{}' is part of another Engine already", unit->module().name());
+      unit->set_hooks(&hooks);
+      seams.push_back({unit, unit->module().name(), unit->place_of_hooks()});
+    };
+    for (const auto& group : groups) put(group.unit);
+    put(unit_of(module));
+  };
+  if (!follows) {
+    input_cast = std::make_unique<InputCast>(*precision.parameters);
+    return hook(*input_cast);
+  }
 
   ResidencyOptions how{.gathers = mesh.gathers(),
                        .free_after_forward = options.reshard_after_forward.free && options.reshard_after_forward.ranks != 1,
@@ -180,14 +209,7 @@ void Engine::State::install(torch::nn::Module& module) {
                        .backward_ended = [this](const FlatParameter& flat) { backward_ended(flat); }};
   if (options.reshard_after_forward.ranks > 1) how.kept = mesh.shard_subgroup(options.reshard_after_forward.ranks);
   residency = std::make_shared<Residency>(pool, host, std::move(how));
-  const auto hook = [&](UnitSeam* unit) {
-    if (!unit || std::any_of(seams.begin(), seams.end(), [&](const Seam& known) { return known.unit == unit; })) return;
-    require(!unit->hooks(), "Unit '{}' is part of another Engine already", unit->module().name());
-    unit->set_hooks(residency.get());
-    seams.push_back({unit, unit->module().name(), unit->place_of_hooks()});
-  };
-  for (const auto& group : groups) hook(group.unit);
-  hook(unit_of(module));
+  hook(*residency);
 }
 
 // Puts the groups, in the order in which backward finishes them, into flat parameters. Parameters that already share a

@@ -133,7 +133,8 @@ struct Engine::State {
   HostClock host;
   std::shared_ptr<Reduction> reduction;
   std::optional<Reducer> reducer;
-  std::shared_ptr<Residency> residency;  // where memory comes and goes
+  std::shared_ptr<Residency> residency;   // where memory comes and goes
+  std::unique_ptr<UnitHooks> input_cast;  // where it does not, and forward reads parameters in another type
   std::vector<std::unique_ptr<FlatParameter>> flats;
   std::vector<std::size_t> order;  // of the groups, as backward finishes them
   std::int64_t version = 0;

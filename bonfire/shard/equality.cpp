@@ -75,9 +75,9 @@ void require_same_values(const Group& group, const std::vector<NamedTensor>& ten
 void broadcast_values(const Group& group, const std::vector<NamedTensor>& tensors) {
   const at::NoGradGuard no_grad;
   for (const auto& [name, tensor] : tensors) {
-    auto values = tensor.detach().contiguous();
+    const auto values = tensor.detach().contiguous();
     group.broadcast(values, 0).wait();
-    tensor.detach().copy_(values);
+    if (!tensor.is_contiguous()) tensor.detach().copy_(values);
   }
 }
 

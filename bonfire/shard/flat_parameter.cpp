@@ -8,10 +8,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <fmt/ranges.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/size.h"
 #include "bonfire/kernels/scaled_weight.h"
+#include "bonfire/shard/freed_storage.h"
 
 namespace bonfire {
 namespace {
@@ -22,7 +24,12 @@ at::Tensor fresh(std::int64_t elements, at::ScalarType type, at::Device device, 
   return at::zeros({elements}, at::TensorOptions(type).device(device).pinned_memory(pinned));
 }
 
-c10::DataPtr nothing(at::Device device) { return {nullptr, device}; }
+// "parameter 'a' or another of the 3 that share its buffer".
+std::string any_of(const plan::FlatLayout& layout) {
+  const auto& segments = layout.segments;
+  return fmt::format("parameter '{}'{}", segments.front().name,
+                     segments.size() == 1 ? "" : fmt::format(" or another of the {} sharded with it", segments.size()));
+}
 
 }  // namespace
 
@@ -43,7 +50,7 @@ FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> pa
   always_present_ = parts == 1 && held_on == device;
   storage_ = always_present_ ? shard_.storage()
                              : c10::Storage(c10::Storage::use_byte_size_t(), static_cast<std::size_t>(layout_.bytes),
-                                            nothing(device), nullptr, /*resizable=*/false);
+                                            c10::DataPtr(nullptr, device), nullptr, /*resizable=*/false);
   present_ = always_present_;
   for (const auto& region : layout_.regions) {
     held_.push_back(shard_.narrow(0, region.begin / parts, region.bytes() / parts).view(scalar_type(region.compute)));
@@ -91,11 +98,29 @@ FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> pa
     parameters_[at].set_data(views_.back());
   }
   inverse_scales_ = bonfire::inverse_scales(magnitudes);
+  if (always_present_) return;
+  describe_freed();
+  free_memory(storage_);
 }
 
 FlatParameter::~FlatParameter() {
+  if (always_present_) return;
   // The pool's memory must not outlive its loan in somebody's tensor.
-  if (!always_present_) storage_.set_data_ptr_noswap(nothing(storage_.device()));
+  set_freed_message(storage_, fmt::format("{} has no memory: it was sharded by an Engine that is gone", any_of(layout_)));
+  free_memory(storage_);
+}
+
+void FlatParameter::rename(const plan::FlatLayout& layout) {
+  layout_ = layout;
+  if (!always_present_) describe_freed();
+}
+
+void FlatParameter::describe_freed() const {
+  set_freed_message(
+      storage_, fmt::format("{} was read while its memory is freed: outside of its Unit's forward and backward a sharded "
+                            "parameter can be read, or saved, only inside Engine::full_parameters(); move or convert a "
+                            "model with to() before shard()",
+                            any_of(layout_)));
 }
 
 void FlatParameter::bring_in(BufferPool& pool, const Source& source) {
@@ -103,7 +128,7 @@ void FlatParameter::bring_in(BufferPool& pool, const Source& source) {
   require(!source.kept || kept_, "'{}' is to be gathered from what was kept of it, and nothing was",
           layout_.segments.front().name);
   memory_ = pool.borrow(layout_.bytes, source.place);
-  storage_.set_data_ptr_noswap({memory_->data(), storage_.device()});
+  give_memory(storage_, memory_->data());
   present_ = true;
   if (source.kept) gathering_ = std::exchange(kept_, nullptr);
   const auto gather = [&] {
@@ -151,7 +176,7 @@ void FlatParameter::await() {
 void FlatParameter::let_go() {
   if (always_present_ || !present_ || pins_ > 0) return;
   await();
-  storage_.set_data_ptr_noswap(nothing(storage_.device()));
+  free_memory(storage_);
   memory_.reset();
   present_ = false;
 }
@@ -322,10 +347,15 @@ void FlatParameter::require_intact() const {
     if (now.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl() &&
         now.sizes() == made.sizes() && now.scalar_type() == made.scalar_type())
       continue;
+    const auto describe = [](const at::Tensor& tensor) {
+      return fmt::format("{} [{}] on {}", c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "),
+                         tensor.device().str());
+    };
     fail(
-        "parameter '{}' was given another shape, dtype or memory after shard(): change values inside "
-        "Engine::full_parameters, shapes before shard()",
-        layout_.segments[at].name);
+        "parameter '{}' was given another shape, dtype or memory after shard(), by to(), load or set_data(): it is {} and "
+        "was "
+        "{}; move, convert and load a model before shard(), and change values inside Engine::full_parameters(true)",
+        layout_.segments[at].name, describe(now), describe(made));
   }
 }
 

@@ -59,12 +59,12 @@ class BONFIRE_API FlatParameter {
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   std::size_t segment(const std::string& name) const;
   // The same layout under other names.
-  void rename(const plan::FlatLayout& layout) { layout_ = layout; }
+  void rename(const plan::FlatLayout& layout);
   at::Device device() const { return storage_.device(); }
   // The name of the parameter in whose memory `tensor` lies; empty: in none.
   std::string parameter_in(const at::Tensor& tensor) const;
 
-  // --- What forward reads. Memory may be read only while it is in.
+  // --- What forward reads. Reading it while it is freed throws.
   bool present() const { return present_; }
   // Where a gather comes from: the ranks of a group, each with the share that it always holds, or with what it has kept.
   struct Source {
@@ -141,6 +141,7 @@ class BONFIRE_API FlatParameter {
   at::Tensor scales_of(const at::Tensor& all, std::size_t segment) const;
   Work gather_into(const at::Tensor& whole, const Group& group, const at::Tensor& source);
   std::shared_ptr<PoolBuffer> part_among(BufferPool& pool, const Group& group);
+  void describe_freed() const;
 
   plan::FlatLayout layout_;
   FlatOptions options_;

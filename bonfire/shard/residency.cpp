@@ -8,17 +8,9 @@
 #include <ATen/ops/full.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/shard/input_cast.h"
 
 namespace bonfire {
-namespace {
-
-void cast(std::vector<at::Tensor>& tensors, const std::optional<at::ScalarType>& type) {
-  if (!type) return;
-  for (auto& tensor : tensors)
-    if (tensor.is_floating_point() && tensor.scalar_type() != *type) tensor = tensor.to(*type);
-}
-
-}  // namespace
 
 void Residency::set_units(const std::vector<Home>& homes) {
   require(pass_ == Pass::none, "parameters cannot be laid out anew between forward and backward");
@@ -49,7 +41,7 @@ void Residency::before_forward(UnitSeam& seam, std::vector<at::Tensor>& inputs) 
 }
 
 void Residency::before(std::size_t unit, std::vector<at::Tensor>& inputs, const std::shared_ptr<Use>& use) {
-  cast(inputs, options_.inputs);
+  if (options_.inputs) cast_to(*options_.inputs, inputs);
   if (at::GradMode::is_enabled() && units_[unit].home.flat) {
     const auto given = inputs;
     put_gate(inputs, [weak = weak_from_this(), use] {
@@ -79,7 +71,7 @@ void Residency::after_forward(UnitSeam& seam, std::vector<at::Tensor>& outputs) 
 
 void Residency::after(std::size_t unit, std::vector<at::Tensor>& outputs, const std::shared_ptr<Use>& use) {
   if (options_.debug) check_memory(outputs, units_[unit]);
-  if (depth_ == 1) cast(outputs, options_.outputs);
+  if (depth_ == 1 && options_.outputs) cast_to(*options_.outputs, outputs);
   if (units_[unit].home.flat && at::GradMode::is_enabled() && gate_outputs(outputs, use)) {
     ++units_[unit].outstanding;
     uses_.push_back(use);

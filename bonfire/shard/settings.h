@@ -19,9 +19,7 @@ struct ShardSettings {
   bool comes_and_goes() const { return factors.parameters > 1 || options.offload == Offload::parameters; }
   // Gradients that are kept as shares are reduced in every microbatch; others in the last alone.
   bool reduces_every_microbatch() const { return factors.gradients > 1; }
-  // A second backward before the update adds to the first: no rank has dropped what others would need.
-  bool backward_may_repeat() const { return factors.optimizer == factors.gradients; }
-  // Gradients that a rank has whole, and averaged whole, are its user's to read.
+  // Gradients that a rank has whole, and averaged whole, are its user's to read, and to add to by another backward.
   bool gradients_readable() const { return factors.gradients == 1 && factors.optimizer == 1; }
   bool keeps_buffers_equal() const { return options.keep_buffers_equal && mesh.group(Axis::data).size() > 1; }
   bool replicated() const { return mesh.group(Axis::replicate).size() > 1; }

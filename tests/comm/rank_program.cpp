@@ -121,6 +121,7 @@ int main(int argc, char** argv) {
   std::signal(SIGUSR1, [](int) { asked_to_go_wrong = 1; });
   bonfire::JoinOptions options;
   options.world.debug = number("DEBUG_MODE", 0) != 0;
+  options.device = [](const bonfire::Environment&) { return c10::Device(c10::kCPU); };
   if (number("RANK", -1) == number("ABSENT_RANK", -2)) std::this_thread::sleep_for(1000s);
   if (number("RANK", -1) == number("TWICE_RANK", -2)) options.variables["RANK"] = "0";
   options.configuration = number("RANK", -1) == number("SKEW_RANK", -2) ? "hash-b" : "hash-a";

@@ -9,6 +9,7 @@
 #include "bonfire/base/version.h"
 #include "bonfire/comm/cuda_plugin.h"
 #include "bonfire/comm/device.h"
+#include "bonfire/comm/join.h"
 
 namespace bonfire {
 namespace {
@@ -73,6 +74,25 @@ TEST(Device, AGpuIsAvailableOrTheReasonIsGiven) {
     EXPECT_THROW(set_current(c10::Device(c10::kCUDA, 0)), Error);
   }
   EXPECT_THROW(gpu_info(gpu_count()), Error);
+}
+
+TEST(Device, RanksTakeTheGpusInTurn) {
+  std::string said;
+  const Log log([&](LogLevel, std::string_view words) { said += words; });
+  const auto three = open_cuda_plugin(in_build("libfake_plugin_same.so"));
+  for (int rank = 0; rank < 8; ++rank)
+    EXPECT_EQ(device_in_turn(three, rank, log), c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(rank % 3)));
+  EXPECT_EQ(device_in_turn({nullptr, "no NVIDIA driver"}, 0, log), c10::Device(c10::kCPU));
+  EXPECT_EQ(said, "");
+  // A GPU that is not used is no small thing.
+  for (int rank = 0; rank < 2; ++rank)
+    EXPECT_EQ(device_in_turn({nullptr, "the plug-in is old", true}, rank, log), c10::Device(c10::kCPU));
+  EXPECT_EQ(said, "this machine has a GPU, but its ranks compute on the CPU: the plug-in is old");
+
+  const int gpus = gpu_count();
+  for (int rank = 0; rank < 2 * gpus; ++rank)
+    EXPECT_EQ(local_device({.local_rank = rank}), c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(rank % gpus)));
+  if (gpus == 0) EXPECT_EQ(local_device({}, log), c10::Device(c10::kCPU));
 }
 
 TEST(Gpu, SpinOccupiesItsStreamForAsLongAsAsked) {

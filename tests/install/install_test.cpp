@@ -5,6 +5,7 @@
 #include <regex>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -44,8 +45,7 @@ class Installed : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
     folder_ = new Folder;
-    const auto install =
-        run_shell(fmt::format("cmake --install '{}' --prefix '{}'", BONFIRE_BUILD_DIR, *folder_ / "prefix"));
+    const auto install = run_shell(fmt::format("cmake --install '{}' --prefix '{}'", BONFIRE_BUILD_DIR, prefix()));
     ASSERT_EQ(install.code, 0) << install.output;
   }
   static void TearDownTestSuite() {
@@ -53,30 +53,81 @@ class Installed : public ::testing::Test {
     folder_ = nullptr;
   }
 
-  static std::string configure(const std::string& build, const std::string& more) {
-    return fmt::format("cmake -G '{}' -S '{}/tests/install/stranger' -B '{}' -DCMAKE_PREFIX_PATH='{}' {}", BONFIRE_GENERATOR,
-                       BONFIRE_SOURCE_DIR, build, *folder_ / "prefix", more);
+  static std::string prefix() { return *folder_ / "prefix"; }
+
+  static std::string configure(const std::string& project, const std::string& build, const std::string& more) {
+    return fmt::format("cmake -G '{}' -S '{}' -B '{}' -DCMAKE_PREFIX_PATH='{}' {}", BONFIRE_GENERATOR, project, build,
+                       prefix(), more);
   }
 
   static Folder* folder_;
 };
 Folder* Installed::folder_ = nullptr;
 
-TEST_F(Installed, AStrangersProjectBuildsAndTrainsOnTwoRanks) {
-  const std::string build = *folder_ / "build";
-  auto ended = run_shell(configure(build, "-DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS=-O0"));
+// The first C++ program in README.md.
+std::string program_of_readme() {
+  std::ifstream file(std::string(BONFIRE_SOURCE_DIR) + "/README.md");
+  std::ostringstream text;
+  text << file.rdbuf();
+  const std::string page = text.str(), fence = "```cpp\n";
+  const auto begin = page.find(fence) + fence.size();
+  return page.substr(begin, page.find("```", begin) - begin);
+}
+
+// The same with `lines` at the end of what each rank does.
+std::string program_with(const std::string& lines) {
+  std::string program = program_of_readme();
+  const auto end = program.rfind("  });\n}");
+  EXPECT_NE(end, std::string::npos) << program;
+  return program.insert(end, lines);
+}
+
+std::vector<double> numbers_after(const std::string& words, const std::string& output) {
+  std::vector<double> found;
+  const std::regex pattern(words + " ([-+0-9.e]+)");
+  for (std::sregex_iterator at(output.begin(), output.end(), pattern), end; at != end; ++at)
+    found.push_back(std::stod((*at)[1]));
+  return found;
+}
+
+// Law: what the README shows is a program. Pasted into a project outside of the tree it builds against what was installed
+// and learns, on one rank and on eight, which then have one model.
+TEST_F(Installed, TheProgramOfTheReadmeLearnsOnOneRankAndOnEight) {
+  fs::create_directories(*folder_ / "project");
+  fs::copy(std::string(BONFIRE_SOURCE_DIR) + "/tests/install/stranger/CMakeLists.txt", *folder_ / "project/CMakeLists.txt");
+  std::ofstream(*folder_ / "project/pasted.cpp") << program_of_readme();
+  std::ofstream(*folder_ / "project/asked.cpp") << program_with(R"(
+    const torch::NoGradGuard no_grad;
+    const double answer = model->forward(torch::ones({1, 64}, world.device())).item<double>();
+    std::printf("bonfire %s on LibTorch %s: rank %d answers %.17g\n", BONFIRE_VERSION, BONFIRE_TORCH_VERSION, world.rank(),
+                answer);
+)");
+  const std::string build = *folder_ / "build",
+                    launch = fmt::format("timeout 100 '{}/bin/bonfire' launch -n 8 --", prefix());
+  auto ended = run_shell(configure(*folder_ / "project", build, "-DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS=-O0"));
   ASSERT_EQ(ended.code, 0) << ended.output;
   ended = run_shell(fmt::format("cmake --build '{}'", build));
   ASSERT_EQ(ended.code, 0) << ended.output;
-  // With the installed command, which must find the installed library.
-  ended = run_shell(fmt::format("timeout 100 '{}/bin/bonfire' launch -n 2 -- '{}/stranger'", *folder_ / "prefix", build));
+
+  for (const auto& command : {fmt::format("timeout 100 '{}/pasted'", build), fmt::format("{} '{}/pasted'", launch, build)}) {
+    ended = run_shell(command);
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    const auto losses = numbers_after("step [0-9]+: loss", ended.output);
+    ASSERT_EQ(losses.size(), 6u) << ended.output;
+    EXPECT_LT(losses.back(), 0.5 * losses.front()) << ended.output;
+  }
+  ended = run_shell(fmt::format("{} '{}/asked'", launch, build));
   EXPECT_EQ(ended.code, 0) << ended.output;
-  expect_says(ended, "bonfire " BONFIRE_VERSION " on LibTorch " BONFIRE_TORCH_VERSION ": 2 ranks, learned");
+  const auto answers =
+      numbers_after("bonfire " BONFIRE_VERSION " on LibTorch " BONFIRE_TORCH_VERSION ": rank [0-7] answers", ended.output);
+  ASSERT_EQ(answers.size(), 8u) << ended.output;
+  for (const double answer : answers) EXPECT_EQ(answer, answers.front());
 }
 
 TEST_F(Installed, AnotherLibTorchStopsAStrangersConfigure) {
   make_fake_libtorch(*folder_ / "fake", "2.10.1");
-  const auto ended = run_shell(configure(*folder_ / "refused", fmt::format("-DBONFIRE_LIBTORCH='{}'", *folder_ / "fake")));
+  const auto ended = run_shell(configure(std::string(BONFIRE_SOURCE_DIR) + "/tests/install/stranger", *folder_ / "refused",
+                                         fmt::format("-DBONFIRE_LIBTORCH='{}'", *folder_ / "fake")));
   EXPECT_NE(ended.code, 0);
   expect_says(ended, "is version 2.10.1; this Bonfire is built against 2.11.0 and no other");
 }

@@ -268,7 +268,7 @@ TEST(DataParallel, ParametersAreCheckedAtTheStart) {
       const at::NoGradGuard no_grad;
       model.extra->bias[3] += 1e-9;
     }
-    Engine engine = shard(world.mesh({.replicate = 2}), model);
+    Engine engine = shard(world.mesh({.replicate = 2}), model, {.start = Start::check});
   };
   EXPECT_NE(error_of(2, different).find("parameter 'extra.bias' differs between rank 0 and rank 1"), std::string::npos)
       << error_of(2, different);
@@ -278,10 +278,16 @@ TEST(DataParallel, ParametersAreCheckedAtTheStart) {
     Engine engine = shard(world.mesh({.replicate = 2}), model);
   };
   EXPECT_NE(error_of(2, other_shape).find("has another name, shape or dtype on rank 1 than on rank 0"), std::string::npos);
+}
 
+// As with DDP: layers that each rank has initialised for itself begin with rank 0's values.
+TEST(DataParallel, RankZeroGivesTheFirstValues) {
   run_ranks(3, [](World& world) {
-    torch::nn::Linear model(4, 4);  // torch's own, unequal on each rank
-    Engine engine = shard(world.mesh({.replicate = 3}), model, {.start = Start::broadcast});
+    const auto mine = numbers({4, 4}, static_cast<std::uint64_t>(world.rank()), at::kFloat);
+    torch::nn::Linear model(4, 4);
+    model->weight.set_data(mine);
+    Engine engine = shard(world.mesh({.replicate = 3}), model);
+    EXPECT_TRUE(at::equal(model->weight, numbers({4, 4}, 0, at::kFloat)));
     engine.check_equal();
   });
 }

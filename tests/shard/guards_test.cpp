@@ -105,7 +105,8 @@ TEST(Guards, ParametersKeepTheirShapeTypeAndMemory) {
                        const bool gathers = engine.factors().parameters > 1;
                        engine.backward(gathers ? loss_of(net) : net->head->weight.sum());
                      }),
-                     {"parameter 'block1.linear.weight' was given another shape, dtype or memory after shard()"});
+                     {"parameter 'block1.linear.weight' was given another shape, dtype or memory after shard()", "to()",
+                      "was Double [6, 6] on cpu"});
       }
   });
 }
@@ -231,6 +232,13 @@ TEST(BadInput, IsRefusedInOneLine) {
             shard(world.mesh({}), net, {.precision = {.outputs = at::kDouble}});
           },
           {"the root (Plain) is no Unit", "BONFIRE_UNIT"});
+  refused(2,
+          [](World& world) {
+            Chain net(3);
+            net->to(at::Device(at::kMeta));
+            shard(world.mesh({.replicate = 2}), net);
+          },
+          {"parameter 'head.weight' is on meta, but this rank computes on cpu", "model->to(world.device()) before shard()"});
   refused(2, with(1, {.precision = {.gradients = at::kBFloat16, .reduction = at::kFloat}}),
           {"precision.reduction is Float for gradients kept in BFloat16 on 2 replicas", "fewer bytes"});
   refused(2, with(2, {.what = Sharded::parameters, .wrapping = {.apart = {{"head.weight"}}}}),

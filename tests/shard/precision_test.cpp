@@ -180,5 +180,40 @@ TEST(Precisions, AreWhatWasAskedFor) {
   });
 }
 
+// Law: whatever is sharded, a Unit is given floating-point arguments in the type of its parameters, and others as they are.
+TEST(Precisions, InputsAreCastHoweverTheModelIsSharded) {
+  struct UnmarkedRoot : torch::nn::Module {
+    at::Tensor forward(const at::Tensor& x) { return inner->forward(x); }
+    Normed inner = register_module("inner", Normed());
+  };
+  run_ranks(2, [](World& world) {
+    const auto x = at::ones({3, 6});
+    const auto train = [&](int factor, Sharded what, auto& net, auto& normed) {
+      const Mesh mesh = world.mesh({.replicate = 2 / factor, .shard = factor});
+      Engine engine = shard(mesh, net, {.what = what, .precision = {.parameters = at::kBFloat16}});
+      Sgd optimizer(engine, {.lr = 0.1});
+      for (int step = 0; step < 2; ++step) {
+        const auto y = net->forward(x);
+        EXPECT_EQ(normed->seen, at::kBFloat16) << plan::name_of(what);
+        EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+        engine.backward(y.sum());
+        optimizer.step();
+      }
+      EXPECT_EQ(x.scalar_type(), at::kFloat);
+    };
+    for (const auto& [factor, what] : {std::pair{1, Sharded::none},
+                                       {1, Sharded::parameters},
+                                       {2, Sharded::optimizer},
+                                       {2, Sharded::gradients},
+                                       {2, Sharded::parameters}}) {
+      Normed net;
+      train(factor, what, net, net);
+      EXPECT_EQ(net->forward(x).scalar_type(), at::kFloat) << "the engine is gone, and so are its casts";
+    }
+    auto net = std::make_shared<UnmarkedRoot>();
+    train(1, Sharded::none, net, net->inner);
+  });
+}
+
 }  // namespace
 }  // namespace bonfire

@@ -170,14 +170,14 @@ TEST(Start, BroadcastsOrRefuses) {
       };
       const Mesh mesh = world.mesh({.replicate = 4 / cell.factor, .shard = cell.factor});
       auto net = make();
-      Engine engine = shard(mesh, net, cell.options({.start = Start::broadcast}));
+      Engine engine = shard(mesh, net, cell.options());
       engine.check_equal();
       EXPECT_EQ(net->norm->running_mean.sum().item<double>(), 0);
       const auto whole = engine.full_parameters();
       EXPECT_TRUE(at::equal(net->block->gain, NormNet()->block->gain));
       try {
         auto other = make();
-        shard(mesh, other, cell.options());
+        shard(mesh, other, cell.options({.start = Start::check}));
         ADD_FAILURE();
       } catch (const std::exception& error) {
         EXPECT_NE(std::string(error.what()).find("parameter 'block.gain' differs between rank 0 and rank 1"),
