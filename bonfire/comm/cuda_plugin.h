@@ -38,6 +38,8 @@ struct CudaPlugin {
   GpuInfo (*device_info)(int index) = nullptr;
   // Of the caching allocator; 0: no limit.
   void (*limit_memory)(int index, std::int64_t bytes) = nullptr;
+  // For tests: kernels find no more shared memory for a block than other GPUs have; 0: all that there is.
+  void (*limit_shared_memory)(int bytes) = nullptr;
 
   // Collective: one communicator over NCCL. REQUIRES: `store` is shared by exactly these ranks.
   std::shared_ptr<Backend> (*make_nccl)(c10::intrusive_ptr<c10d::Store> store, int rank, int size,

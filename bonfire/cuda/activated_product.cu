@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 
 #include "bonfire/cuda/device.cuh"
+#include "bonfire/cuda/gpu.h"
 #include "bonfire/cuda/hopper.cuh"
 #include "bonfire/cuda/parts.cuh"
 #include "bonfire/cuda/tensor_map.h"
@@ -402,19 +403,18 @@ __global__ void __cluster_dims__(cluster, 1, 1) __launch_bounds__(threads_of<fin
   }
 }
 
+constexpr int kernel_bytes = sizeof(Shared) + 1024;  // it begins at a multiple of that
+
 std::int64_t above(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 template <Edge edge, Way way, bool again, int finishers>
 void run(Work& work, cudaStream_t stream) {
   work.pairs = static_cast<int>(above(work.rows, tile_rows * cluster));
   work.tiles_across = static_cast<int>(above(work.columns, covered<edge, way>));
-  int device = 0, processors = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  const int blocks = std::min(processors / cluster, work.pairs * work.tiles_across) * cluster;
-  constexpr int bytes = sizeof(Shared) + 1024;
-  cudaFuncSetAttribute(edge_kernel<edge, way, again, finishers>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  edge_kernel<edge, way, again, finishers><<<static_cast<unsigned>(blocks), threads_of<finishers>, bytes, stream>>>(work);
+  const int blocks = std::min(current_gpu().multiprocessors / cluster, work.pairs * work.tiles_across) * cluster;
+  const auto kernel = edge_kernel<edge, way, again, finishers>;
+  allow_shared(reinterpret_cast<const void*>(kernel), kernel_bytes);
+  kernel<<<static_cast<unsigned>(blocks), threads_of<finishers>, kernel_bytes, stream>>>(work);
 }
 
 }  // namespace
@@ -469,12 +469,10 @@ bool suits_hopper(const EdgeShape& shape) {
   // Rows of 16 bytes at least for the copies; SwiGLU's gates and ups each by whole pieces.
   const std::int64_t covers = shape.edge == Edge::swiglu ? tile_columns / 2 : tile_columns;
   const std::int64_t tiles = above(shape.rows, tile_rows) * above(shape.columns, covers);
-  int device = 0, processors = 0, major = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major == 9 && has_tensor_maps() && shape.inner > 0 && shape.inner % 8 == 0 && shape.columns % width == 0 &&
-         tiles >= processors && shape.rows <= 0x7fffff00 && shape.columns <= 0x7fffff;
+  const Gpu gpu = current_gpu();
+  return gpu.major == 9 && gpu.block_shared >= kernel_bytes && has_tensor_maps() && shape.inner > 0 &&
+         shape.inner % 8 == 0 && shape.columns % width == 0 && tiles >= gpu.multiprocessors && shape.rows <= 0x7fffff00 &&
+         shape.columns <= 0x7fffff;
 }
 
 }  // namespace bonfire::cuda

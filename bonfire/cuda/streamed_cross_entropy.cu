@@ -248,11 +248,8 @@ __global__ void __launch_bounds__(32 * (most_warps + 1), 1) streamed_kernel(Stre
 bool launch_streamed_cross_entropy(const CrossEntropyMemory& memory, cudaStream_t stream) {
   if (memory.type != Element::bf16 && memory.type != Element::f16) return false;
   if (memory.classes % width != 0 || !aligned({memory.logits}, 16) || !kernels_wait()) return false;
-  int device = 0, most_shared = 0, processors = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  const std::int64_t room = (most_shared - 4096) / 16;  // packs; a third of it is for the row that comes next
+  const Gpu gpu = current_gpu();
+  const std::int64_t room = (gpu.block_shared - 4096) / 16;  // packs; a third of it is for the row that comes next
   const std::int64_t packs = memory.classes / width;
   // Rows that fit into one multiprocessor go faster without all this, two of them at a time.
   if (packs <= room * 2 / 3) return false;
@@ -262,13 +259,11 @@ bool launch_streamed_cross_entropy(const CrossEntropyMemory& memory, cudaStream_
   const int chunks = (part + 32 * most_warps - 1) / (32 * most_warps), chunk = (part + 32 * chunks - 1) / (32 * chunks) * 32;
   const int slots = std::min(static_cast<int>(room / chunk), most_slots);
   const auto shared = static_cast<std::size_t>(slots) * static_cast<std::size_t>(chunk) * 16;
-  const auto clusters = static_cast<unsigned>(std::min<std::int64_t>(memory.rows, processors / ranks));
+  const auto clusters = static_cast<unsigned>(std::min<std::int64_t>(memory.rows, gpu.multiprocessors / ranks));
   const auto run = [&](auto t) {
     using T = decltype(t);
-    const auto kernel = streamed_kernel<T>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     launch(
-        kernel,
+        streamed_kernel<T>,
         {clusters * static_cast<unsigned>(ranks), static_cast<unsigned>(chunk) + 32, shared, static_cast<unsigned>(ranks)},
         stream,
         Streamed<T>{static_cast<T*>(memory.logits), memory.target, memory.losses, memory.rows, memory.classes, memory.ignore,
