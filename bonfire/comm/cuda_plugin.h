@@ -64,6 +64,9 @@ struct CudaPluginOpening {
 // Opens the library at `path`. It stays open: torch cannot forget the operators that it registers.
 BONFIRE_API CudaPluginOpening open_cuda_plugin(const std::string& path);
 
+// Why a GPU that the plug-in shows cannot be used, in one line; empty where all can be.
+BONFIRE_API std::string unusable_gpu(const CudaPlugin& plugin);
+
 // The plug-in of this process: the one that the environment variable BONFIRE_CUDA_PLUGIN names, else the one beside
 // libbonfire.so. Opened at the first question and only where the driver shows a GPU, since loading CUDA's libraries takes
 // seconds. Torch remembers its first answer about CUDA, so this must be asked before torch is.
