@@ -14,7 +14,7 @@ export OMP_NUM_THREADS=1 CUDA_MODULE_LOADING=LAZY
 end=$(( $(date +%s) + seconds )); export end logs build
 
 # One process a test: names as gtest filters take them. Those that repeat themselves say nothing more here.
-tests=$("$build/test_cuda" --gtest_list_tests --gtest_filter="${FILTER:-*GpuKernels.*:*GpuFusedProducts.*:*GpuActivatedProducts.*:GpuFp8.*:GpuOptimizer.*:*GpuSharedMemory.*:*GpuEmbedding.*:-*Thousand*:*EveryLength*:*HotTokens*}" \
+tests=$("$build/test_cuda" --gtest_list_tests --gtest_filter="${FILTER:-*GpuKernels.*:*GpuFusedProducts.*:*GpuActivatedProducts.*:GpuFp8.*:GpuOptimizer.*:*GpuSharedMemory.*:GpuShares.*:-*Thousand*:*EveryLength*}" \
   | awk '/^[^ ]/ { suite = $1 } /^ / { print suite $1 }')
 
 one() {

@@ -40,6 +40,10 @@ struct CudaPlugin {
   void (*limit_memory)(int index, std::int64_t bytes) = nullptr;
   // For tests: kernels find no more shared memory for a block than other GPUs have; 0: all that there is.
   void (*limit_shared_memory)(int bytes) = nullptr;
+  // For tests and measurements: whether blocks of a kernel draw what they work on (they do), or have fixed shares.
+  void (*draw_shares)(bool drawn) = nullptr;
+  // Products divide their work among the multiprocessors that communication beside them leaves; 0: all. Set by make_nccl.
+  void (*leave_multiprocessors)(int to_others) = nullptr;
 
   // Collective: one communicator over NCCL. REQUIRES: `store` is shared by exactly these ranks.
   std::shared_ptr<Backend> (*make_nccl)(c10::intrusive_ptr<c10d::Store> store, int rank, int size,

@@ -15,6 +15,7 @@ namespace bonfire::cuda {
 namespace {
 
 std::atomic<int> most_shared = 0;
+std::atomic<int> taken_by_others = 0;
 
 int current_device() {
   int device = 0;
@@ -37,6 +38,13 @@ struct SharedMemory {
 }  // namespace
 
 void limit_shared_memory(int bytes) { most_shared = bytes; }
+
+void leave_multiprocessors(int to_others) { taken_by_others = to_others; }
+
+int multiprocessors_beside_others() {
+  const int taken = taken_by_others;
+  return taken > 0 ? std::max(1, current_gpu().multiprocessors - taken) : 0;
+}
 
 Gpu current_gpu() {
   static const std::vector<Gpu> gpus = [] {

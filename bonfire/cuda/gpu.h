@@ -13,6 +13,11 @@ struct Gpu {
 // The current one.
 Gpu current_gpu();
 
+// Communication that runs beside computing takes up to so many multiprocessors of all GPUs of this process; 0: none does.
+void leave_multiprocessors(int to_others);
+// Of the current GPU, those that are left then; 0 where nobody takes any.
+int multiprocessors_beside_others();
+
 // Lets `kernel` be launched with so many bytes of shared memory beside its own. Throws Error where the GPU has less for a
 // block.
 void allow_shared(const void* kernel, std::size_t bytes);

@@ -9,6 +9,32 @@
 namespace bonfire::cuda {
 namespace {
 
+// Which rows make which part of the sums over them: first `large` parts, then smaller ones.
+struct RowParts {
+  std::int64_t count, large, rows_of_large, rows_of_small;
+};
+RowParts parts_of(std::int64_t rows, bool block_for_each_multiprocessor) {
+  constexpr std::int64_t least = 8;         // rows of a part, so that the parts stay small
+  constexpr std::int64_t processors = 132;  // of a large GPU; equal shapes give equal parts on all of them
+  const auto above = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
+  const std::int64_t blocks = block_for_each_multiprocessor ? processors : 2 * processors;
+  const std::int64_t count = std::clamp<std::int64_t>(above(rows, least), 1, blocks);
+  if (!block_for_each_multiprocessor || rows < 3 * least * blocks) return {count, count, above(rows, count), 0};
+  // Two thirds of the rows are for a block on each multiprocessor, the rest, in parts of half the size, for those that are
+  // done. Where others have some of the multiprocessors, a large part that begins late does not end after all others have.
+  const std::int64_t rows_of_large = above(2 * rows, 3 * blocks);
+  return {2 * blocks, blocks, rows_of_large, above(std::max<std::int64_t>(rows - blocks * rows_of_large, 1), blocks)};
+}
+struct RowRange {
+  std::int64_t begin, end;
+};
+__device__ RowRange rows_of_part(const RowParts& parts, std::int64_t rows, std::int64_t part) {
+  const bool is_large = part < parts.large;
+  const std::int64_t begin =
+      is_large ? part * parts.rows_of_large : parts.large * parts.rows_of_large + (part - parts.large) * parts.rows_of_small;
+  return {begin, min(rows, begin + (is_large ? parts.rows_of_large : parts.rows_of_small))};
+}
+
 template <class T, class W>
 struct Backward {
   const T *dy, *ds, *x;
@@ -17,6 +43,7 @@ struct Backward {
   T *dx, *normed;
   compute_t<T>*d_weight, *d_bias, *dx_sums;  // parts: one row for each block
   std::int64_t rows, columns;
+  RowParts parts;
   int stages;
 };
 
@@ -117,8 +144,9 @@ __global__ void __launch_bounds__(most_in_groups<kept>, 1) groups_kernel(Backwar
       if (i < packs) body(i, p);
     }
   };
-  const auto fetch = [&](std::int64_t row, int stage) {
-    if (row < a.rows)
+  const auto [first_row, end] = rows_of_part(a.parts, a.rows, blockIdx.x);
+  const auto fetch = [&, end = end](std::int64_t row, int stage) {
+    if (row < end)
       each([&](int i, int p) {
         P* to = fetched + (stage * 3 * kept + p) * lanes;
         const auto get = [&](const T* from, int which) {
@@ -130,18 +158,18 @@ __global__ void __launch_bounds__(most_in_groups<kept>, 1) groups_kernel(Backwar
       });
     __pipeline_commit();
   };
-  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.y;
-  std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int step = blockDim.y;
+  std::int64_t row = first_row + threadIdx.y;
   for (int stage = 0; stage < stages; ++stage) fetch(row + stage * step, stage);
   each([&](int i, int p) { weight[p] = pack_at<W, width>(a.weight, i); });
   Passes<T, W, width, centered> at{};
-  const auto statistics = [&](std::int64_t of) {
-    if (of < a.rows) at = {centered ? a.mean[of] : C(0), a.rstd[of]};
+  const auto statistics = [&, end = end](std::int64_t of) {
+    if (of < end) at = {centered ? a.mean[of] : C(0), a.rstd[of]};
   };
   statistics(row);
   int turn = 0, stage = 0;
   const C of_each = C(1) / static_cast<C>(a.columns);
-  for (; row < a.rows; row += step, turn ^= 1) {
+  for (; row < end; row += step, turn ^= 1) {
     const auto now = at;
     statistics(row + step);
     wait_for_row(stages);
@@ -224,7 +252,7 @@ __device__ Two<C> sums_of_block(Two<C> value, Two<C> (&shared)[most_threads / 32
   return sum;
 }
 
-// For rows of any length: a block takes every gridDim.x-th one, reads it twice, and sums into its row of the parts.
+// For rows of any length: a block reads those of its part twice, and sums into its row of the parts.
 template <class T, class W, int width, bool centered>
 __global__ void __launch_bounds__(most_threads) long_rows_kernel(Backward<T, W> a) {
   wait_for_kernels_before();
@@ -241,7 +269,8 @@ __global__ void __launch_bounds__(most_threads) long_rows_kernel(Backward<T, W> 
       if (all) all[i * width + j] = 0;
     }
   int turn = 0;
-  for (std::int64_t row = blockIdx.x; row < a.rows; row += gridDim.x, turn ^= 1) {
+  const auto [first_row, end] = rows_of_part(a.parts, a.rows, blockIdx.x);
+  for (std::int64_t row = first_row; row < end; ++row, turn ^= 1) {
     const Passes<T, W, width, centered> at{centered ? a.mean[row] : C(0), a.rstd[row]};
     const auto read = [&](std::int64_t i) {
       Row<T, width> own{pack_at<T, width>(a.dy + row * a.columns, i), pack_at<T, width>(a.x + row * a.columns, i), {}};
@@ -288,6 +317,8 @@ Grouping grouping_of(const NormShape& shape) {
   return {kept, static_cast<int>((packs + kept * 32 - 1) / (kept * 32)) * 32};
 }
 
+RowParts row_parts(const NormShape& shape) { return parts_of(shape.rows, grouping_of(shape).kept > 0); }
+
 // What of that a multiprocessor has the shared memory for: groups of a block, 0 where it has too little for one, and rows
 // that are on their way to each.
 struct Room {
@@ -309,18 +340,15 @@ Room room_for(const NormShape& shape, const Grouping& grouping, int block_shared
 
 }  // namespace
 
-std::int64_t norm_parts(const NormShape& shape) {
-  // As many blocks as a large GPU holds, but at least 8 rows for each, so that the parts stay small.
-  const std::int64_t blocks = grouping_of(shape).kept > 0 ? 132 : 132 * 2;
-  return std::clamp<std::int64_t>((shape.rows + 7) / 8, 1, blocks);
-}
+std::int64_t norm_parts(const NormShape& shape) { return row_parts(shape).count; }
 
 void launch_norm_backward(const NormShape& shape, const NormBackward& memory, cudaStream_t stream) {
   with_types(shape, [&](auto t, auto w) {
     using T = decltype(t);
     using W = decltype(w);
     using C = compute_t<T>;
-    const std::int64_t parts = norm_parts(shape);
+    const RowParts row_shares = row_parts(shape);
+    const std::int64_t parts = row_shares.count;
     C* scratch = static_cast<C*>(memory.parts);
     const Grouping grouping = grouping_of(shape);
     const Room room = grouping.kept > 0 ? room_for(shape, grouping, current_gpu().block_shared) : Room{};
@@ -338,6 +366,7 @@ void launch_norm_backward(const NormShape& shape, const NormBackward& memory, cu
                            memory.dx_sums ? scratch + 2 * parts * shape.columns : nullptr,
                            shape.rows,
                            shape.columns,
+                           row_shares,
                            room.stages};
     constexpr int wide = full_width<T>;
     const bool packed = shape.columns % wide == 0 &&
