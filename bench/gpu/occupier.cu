@@ -5,7 +5,7 @@
 
 #include <cuda_runtime.h>
 
-struct Occupier::Flags {
+struct OccupierFlags {
   volatile int there, over;
 };
 
@@ -18,8 +18,7 @@ void check(cudaError_t error, const char* what) {
 }
 
 // All of its multiprocessor's shared memory is a block's, so that nobody else's fits beside it.
-template <class Flags>
-__global__ void occupy_kernel(Flags* flags) {
+__global__ void occupy_kernel(OccupierFlags* flags) {
   atomicAdd_system(const_cast<int*>(&flags->there), 1);
   constexpr unsigned long long most = 8'000'000'000ull;  // nanoseconds: nobody waits for ever
   unsigned long long begin, now;
@@ -37,14 +36,13 @@ Occupier::Occupier(int multiprocessors) {
   int device = 0, shared = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
-  check(cudaHostAlloc(reinterpret_cast<void**>(&flags_), sizeof(Flags), cudaHostAllocMapped), "cudaHostAlloc");
+  check(cudaHostAlloc(reinterpret_cast<void**>(&flags_), sizeof(OccupierFlags), cudaHostAllocMapped), "cudaHostAlloc");
   flags_->there = flags_->over = 0;
   cudaStream_t stream = nullptr;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   stream_ = stream;
-  const auto kernel = occupy_kernel<Flags>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");
-  kernel<<<static_cast<unsigned>(multiprocessors), 1, static_cast<std::size_t>(shared), stream>>>(flags_);
+  check(cudaFuncSetAttribute(occupy_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");
+  occupy_kernel<<<static_cast<unsigned>(multiprocessors), 1, static_cast<std::size_t>(shared), stream>>>(flags_);
   check(cudaGetLastError(), "occupy_kernel");
   while (flags_->there < multiprocessors)
     check(cudaStreamQuery(stream) == cudaSuccess ? cudaErrorUnknown : cudaSuccess, "occupy_kernel");

@@ -1,5 +1,7 @@
 #pragma once
 
+struct OccupierFlags;
+
 // Takes multiprocessors of the current GPU away from everybody else, as communication does that runs beside computing.
 class Occupier {
  public:
@@ -10,7 +12,6 @@ class Occupier {
   Occupier& operator=(const Occupier&) = delete;
 
  private:
-  struct Flags;
-  Flags* flags_ = nullptr;
+  OccupierFlags* flags_ = nullptr;
   void* stream_ = nullptr;
 };
