@@ -22,6 +22,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "bench/gpu/occupier.h"
+#include "bonfire/comm/cuda_plugin.h"
 #include "bonfire/comm/device.h"
 #include "bonfire/kernels/activated_product.h"
 #include "bonfire/kernels/activation.h"
@@ -69,7 +70,7 @@ std::int64_t bits_of(const Tensor& x) {
   return (bits.to(at::kLong) * at::arange(1, bits.numel() + 1, bits.options().dtype(at::kLong))).sum().item<std::int64_t>();
 }
 
-void measure(const Arguments& arguments, const char* name, const Work& work) {
+void measure(const Arguments& arguments, const std::string& name, const Work& work) {
   for (int i = 0; i < 3; ++i) work();  // loads kernels, finds the fastest product, fills the allocator
   const std::int64_t bits = bits_of(work());
   const double alone = median_us(work, arguments.repeats);
@@ -80,9 +81,25 @@ void measure(const Arguments& arguments, const char* name, const Work& work) {
     beside = median_us(work, arguments.repeats);
     made = work();
   }
-  std::printf("%-44s %9.1f us alone %9.1f us beside %6.2f times%s\n", name, alone, beside, beside / alone,
+  std::printf("%-52s %9.1f us alone %9.1f us beside %6.2f times%s\n", name.c_str(), alone, beside, beside / alone,
               bits_of(made) == bits ? "" : "   OTHER BITS");
   std::fflush(stdout);
+}
+
+// Kernels whose blocks draw.
+void measure_draws(const Arguments& arguments, const std::string& name, const Work& work) {
+  measure(arguments, name, work);
+  bonfire::cuda_plugin().plugin->draw_shares(false);
+  measure(arguments, "  with fixed shares", work);
+  bonfire::cuda_plugin().plugin->draw_shares(true);
+}
+
+// cuBLASLt's.
+void measure_told(const Arguments& arguments, const std::string& name, const Work& work) {
+  bonfire::cuda_plugin().plugin->leave_multiprocessors(arguments.taken);
+  measure(arguments, name, work);
+  bonfire::cuda_plugin().plugin->leave_multiprocessors(0);
+  measure(arguments, "  without telling it", work);
 }
 
 Tensor random(at::IntArrayRef sizes, at::ScalarType type = at::kBFloat16) {
@@ -102,14 +119,14 @@ void measure_norms(const Arguments& arguments) {
     const auto name = [&, rows = rows, columns = columns](const char* what) {
       return std::string(what) + " " + std::to_string(rows) + " x " + std::to_string(columns);
     };
-    measure(arguments, name("rms_norm_backward").c_str(), [&] {
+    measure(arguments, name("rms_norm_backward"), [&] {
       return std::get<1>(call<OfRms>("bonfire::rms_norm_backward", dy, OptionalTensor(ds), x, weight, rstd, true));
     });
-    measure(arguments, name("layer_norm_backward").c_str(), [&] {
+    measure(arguments, name("layer_norm_backward"), [&] {
       return std::get<4>(call<OfLayer>("bonfire::layer_norm_backward", dy, OptionalTensor(ds), x, weight, mean, rstd,
                                        OptionalTensor(weight), true));
     });
-    measure(arguments, name("column_sums").c_str(), [&] { return call<Tensor(const Tensor&)>("bonfire::column_sums", x); });
+    measure(arguments, name("column_sums"), [&] { return call<Tensor(const Tensor&)>("bonfire::column_sums", x); });
   }
 }
 
@@ -131,9 +148,9 @@ void measure_products(const Arguments& arguments) {
       std::printf("%s: this GPU has no such kernel\n", shape.c_str());
       continue;
     }
-    measure(arguments, ("product, " + shape).c_str(),
-            [&, activation = activation] { return bonfire::activated_product(activation, x, weight, bias)->active; });
-    measure(arguments, ("its gradient, " + shape).c_str(), [&, activation = activation] {
+    measure_draws(arguments, "product, " + shape,
+                  [&, activation = activation] { return bonfire::activated_product(activation, x, weight, bias)->active; });
+    measure_draws(arguments, "its gradient, " + shape, [&, activation = activation] {
       return bonfire::activated_product_backward(activation, {.dy = x, .weight = down, .wide = made->wide, .again = true})
           ->d.wide;
     });
@@ -142,7 +159,7 @@ void measure_products(const Arguments& arguments) {
        {std::tuple<std::int64_t, std::int64_t, std::int64_t>{4096, 2048, 2048}, {16384, 2048, 5632}, {65536, 768, 3072}}) {
     const Tensor a = random({rows, inner}), b = random({inner, columns});
     const std::string shape = std::to_string(rows) + " x " + std::to_string(columns) + " x " + std::to_string(inner);
-    measure(arguments, ("cuBLASLt " + shape).c_str(), [&] { return bonfire::product(a, b); });
+    measure_told(arguments, "cuBLASLt " + shape, [&] { return bonfire::product(a, b); });
   }
 }
 
@@ -153,7 +170,7 @@ void measure_losses(const Arguments& arguments) {
                  target = at::randint(classes, {rows}, at::TensorOptions(gpu).dtype(at::kLong));
     // The gradient takes the place of the logits, so later runs have other numbers than the first: the same ones each time
     // would cost a copy. Bits are of the losses of the first run.
-    measure(arguments, ("cross_entropy_ 4096 x " + std::to_string(classes)).c_str(), [&] {
+    measure_draws(arguments, "cross_entropy_ 4096 x " + std::to_string(classes), [&] {
       call<Tensor(Tensor, const Tensor&, std::int64_t)>("bonfire::cross_entropy_", logits, target, std::int64_t{-100});
       return target;
     });
@@ -173,7 +190,7 @@ void measure_embeddings(const Arguments& arguments) {
                                     {"tokens of a language", zipf},
                                     {"half of them one token", half},
                                     {"all of them one token", at::full({rows}, 7, longs)}})
-    measure(arguments, (std::string("embedding_add_, ") + name).c_str(), [&, given = given] {
+    measure(arguments, std::string("embedding_add_, ") + name, [&, given = given] {
       call<void(Tensor, const Tensor&, const Tensor&)>("bonfire::embedding_add_", out, given, gradient);
       return given;
     });
