@@ -1,9 +1,10 @@
 # The whole of Bonfire from a fresh machine: `make demo`, `make test`. `make help` lists the rest.
-# PRESET=release|debug|asan|tsan chooses the build; LIBTORCH=DIR an existing LibTorch.
+# PRESET=release|debug|asan|tsan chooses the build; LIBTORCH=DIR an existing LibTorch; CUDA_ARCHS=all code for every GPU.
 PRESET ?= release
 BUILD  := $(if $(filter release,$(PRESET)),build,build-$(PRESET))
 # A file that sees torch takes up to 1.3 GB to compile.
 JOBS   ?= $(shell awk -v cores=$$(nproc) '/^MemAvailable/ { jobs = int($$2 / 1572864); if (jobs > cores) jobs = cores; print jobs < 1 ? 1 : jobs }' /proc/meminfo)
+CUDA_ARCHS ?=
 PEERS  ?= peers
 PREFIX ?= /usr/local
 SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu')
@@ -12,7 +13,7 @@ SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu')
 
 # $(call configure,ON|OFF): what CMake says is shown only where it fails, and, beside a GPU, why that will not be used.
 configure = @libtorch=$$(setup/libtorch.sh) || exit 1; \
-  said=$$(cmake --preset $(PRESET) -DBONFIRE_LIBTORCH="$$libtorch" -DBONFIRE_BUILD_TESTS=$(1) 2>&1) \
+  said=$$(cmake --preset $(PRESET) -DBONFIRE_LIBTORCH="$$libtorch" -DBONFIRE_BUILD_TESTS=$(1) -DBONFIRE_CUDA_ARCHS="$(CUDA_ARCHS)" 2>&1) \
     || { printf '%s\n' "$$said" >&2; exit 1; }; \
   [ ! -e /proc/driver/nvidia/version ] || printf '%s\n' "$$said" | sed -n 's/^-- \(The CUDA plug-in is not built\|Attention on GPUs\)/\1/p'
 

@@ -40,8 +40,11 @@ std::string plugin_path() {
 CudaPluginOpening find() {
   if (auto problem = driver_problem(); !problem.empty()) return {nullptr, std::move(problem)};
   auto opening = open_cuda_plugin(plugin_path());
-  if (opening.plugin && opening.plugin->device_count() == 0)
-    opening = {nullptr, "CUDA shows no GPU, though the driver does"};
+  if (opening.plugin) {
+    std::string problem = unusable_gpu(*opening.plugin);
+    if (opening.plugin->device_count() == 0) problem = "CUDA shows no GPU, though the driver does";
+    if (!problem.empty()) opening = {nullptr, std::move(problem)};
+  }
   opening.driver_shows_gpu = true;
   return opening;
 }
@@ -63,6 +66,18 @@ CudaPluginOpening open_cuda_plugin(const std::string& path) {
             fmt::format("the CUDA plug-in {} is of version {}, this is Bonfire {}", path, plugin->version, BONFIRE_VERSION)};
   }
   return {plugin, {}};
+}
+
+std::string unusable_gpu(const CudaPlugin& plugin) {
+  constexpr int oldest = 8;  // the generation of Ampere: the first that computes in bf16 and copies while it computes
+  for (int index = 0; index < plugin.device_count(); ++index) {
+    const GpuInfo gpu = plugin.device_info(index);
+    if (gpu.major < oldest)
+      return fmt::format("{} (GPU {}) has compute capability {}.{}; Bonfire needs {}.0 or newer{}", gpu.name, index,
+                         gpu.major, gpu.minor, oldest,
+                         plugin.device_count() > 1 ? ". CUDA_VISIBLE_DEVICES can leave it out" : "");
+  }
+  return {};
 }
 
 const CudaPluginOpening& cuda_plugin() {

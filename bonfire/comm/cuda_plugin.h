@@ -40,6 +40,12 @@ struct CudaPlugin {
   GpuInfo (*device_info)(int index) = nullptr;
   // Of the caching allocator; 0: no limit.
   void (*limit_memory)(int index, std::int64_t bytes) = nullptr;
+  // For tests: kernels find no more shared memory for a block than other GPUs have; 0: all that there is.
+  void (*limit_shared_memory)(int bytes) = nullptr;
+  // For tests and measurements: whether blocks of a kernel draw what they work on (they do), or have fixed shares.
+  void (*draw_shares)(bool drawn) = nullptr;
+  // Products divide their work among the multiprocessors that communication beside them leaves; 0: all. Set by make_nccl.
+  void (*leave_multiprocessors)(int to_others) = nullptr;
 
   // Collective: one communicator over NCCL. REQUIRES: `store` is shared by exactly these ranks.
   std::shared_ptr<Backend> (*make_nccl)(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -64,6 +70,9 @@ struct CudaPluginOpening {
 
 // Opens the library at `path`. It stays open: torch cannot forget the operators that it registers.
 BONFIRE_API CudaPluginOpening open_cuda_plugin(const std::string& path);
+
+// Why a GPU that the plug-in shows cannot be used, in one line; empty where all can be.
+BONFIRE_API std::string unusable_gpu(const CudaPlugin& plugin);
 
 // The plug-in of this process: the one that the environment variable BONFIRE_CUDA_PLUGIN names, else the one beside
 // libbonfire.so. Opened at the first question and only where the driver shows a GPU, since loading CUDA's libraries takes

@@ -7,14 +7,17 @@
 #include <cuda_bf16.h>
 
 #include "bonfire/cuda/device.cuh"
+#include "bonfire/cuda/drawn_shares.cuh"
+#include "bonfire/cuda/drawn_shares.h"
+#include "bonfire/cuda/gpu.h"
 #include "bonfire/cuda/hopper.cuh"
 #include "bonfire/cuda/parts.cuh"
 #include "bonfire/cuda/tensor_map.h"
 
-// A block makes tiles of 128 by 256 of the product, one after another. One thread copies operands into a ring of places in
-// shared memory; two warpgroups multiply 64 rows each and leave their rounded sums in a tray; three or seven warps take
-// them from there, apply the activation, and read and write what belongs to it, while the next tile is multiplied. Two
-// blocks, one above the other, share their columns' operand: each copies half of it for both.
+// A block makes tiles of 128 by 256 of the product, one after another, as it draws them. One thread copies operands into a
+// ring of places in shared memory; two warpgroups multiply 64 rows each and leave their rounded sums in a tray; three or
+// seven warps take them from there, apply the activation, and read and write what belongs to it, while the next tile is
+// multiplied. Two blocks, one above the other, share their columns' operand: each copies half of it for both.
 namespace bonfire::cuda {
 namespace {
 
@@ -57,6 +60,7 @@ struct Work {
   float* parts;
   int rows, columns, steps;
   int pairs, tiles_across;
+  Shares tiles;  // of a cluster: one above the other
 };
 
 struct Shared {
@@ -66,14 +70,15 @@ struct Shared {
   float sums[most_finishers][tile_columns];
   std::uint64_t full[places], empty[places];
   std::uint64_t laid[multipliers], taken[multipliers];  // of the trays
+  ToldShares told;
 };
 
 struct Tile {
   int row, column;
 };
-template <class Body>
-__device__ void for_each_tile(const Work& work, int covers, const Body& body) {
-  for (int index = blockIdx.x / cluster; index < work.pairs * work.tiles_across; index += gridDim.x / cluster) {
+template <class Drawn, class Body>
+__device__ void for_each_tile(const Work& work, Drawn drawn, int covers, const Body& body) {
+  for (int index = drawn.next(); index < work.tiles.count; index = drawn.next()) {
     // Pairs of blocks that run together lie in a compact rectangle.
     const int per_group = pairs_together * work.tiles_across, group = index / per_group, first = group * pairs_together;
     const int high = min(pairs_together, work.pairs - first), rest = index - group * per_group;
@@ -96,10 +101,10 @@ struct Position {
 };
 
 template <Edge edge, Way way>
-__device__ void copy_operands(const Work& work, Shared& shared) {
+__device__ void copy_operands(const Work& work, Shared& shared, int first_tile) {
   const auto rank = static_cast<int>(block_in_cluster());
   Position p;
-  for_each_tile(work, covered<edge, way>, [&](const Tile& tile) {
+  for_each_tile(work, ShareDrawer(work.tiles, shared.told, cluster, first_tile), covered<edge, way>, [&](const Tile& tile) {
     for (int k = 0; k < work.steps; ++k, p.go_on()) {
       const std::uint32_t full = shared_address(&shared.full[p.place]), left = shared_address(shared.ring[p.place]);
       const bool with_bias = work.bias && k == work.steps - 1;
@@ -155,7 +160,7 @@ __device__ void multiply_tiles(const Work& work, Shared& shared, int group) {
   float sums[128];
   Position p;
   std::uint32_t parity = 1;
-  for_each_tile(work, covered<edge, way>, [&](const Tile&) {
+  for_each_tile(work, ShareReader(work.tiles, shared.told, cluster), covered<edge, way>, [&](const Tile&) {
 #pragma unroll 1
     for (int k = 0; k < work.steps; ++k, p.go_on()) {
       wait(full + p.place * 8, p.parity);
@@ -257,7 +262,7 @@ class Finisher {
         first_row_(warp * rows_of_warp + lane_ / lanes) {}
 
   __device__ void finish_tiles() {
-    for_each_tile(work_, covered<edge, way>, [&](const Tile& tile) {
+    for_each_tile(work_, ShareReader(work_.tiles, shared_.told, cluster), covered<edge, way>, [&](const Tile& tile) {
       const bool whole = tile.row + tile_rows <= work_.rows && tile.column + covered<edge, way> <= work_.columns;
       whole ? finish<true>(tile) : finish<false>(tile);
       __syncwarp();
@@ -381,8 +386,10 @@ __global__ void __cluster_dims__(cluster, 1, 1) __launch_bounds__(threads_of<fin
       make_barrier(shared_address(&shared.laid[group]), group_threads);
       make_barrier(shared_address(&shared.taken[group]), finishers);
     }
+    prepare(shared.told, cluster, multipliers * group_threads / 32 + finishers);
     show_barriers();
   }
+  const int first_tile = first_draw(work.tiles, threadIdx.x == threads_of<finishers> - 32);
   meet_cluster();
   // The same in all lanes, which the compiler cannot know.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / group_threads, 0);
@@ -396,11 +403,13 @@ __global__ void __cluster_dims__(cluster, 1, 1) __launch_bounds__(threads_of<fin
     if (warp < finishers)
       Finisher<edge, way, again, finishers>(work, shared, warp).finish_tiles();
     else if (threadIdx.x % 32 == 0)
-      copy_operands<edge, way>(work, shared);
+      copy_operands<edge, way>(work, shared, first_tile);
     __syncwarp();
     meet_cluster();
   }
 }
+
+constexpr int kernel_bytes = sizeof(Shared) + 1024;  // it begins at a multiple of that
 
 std::int64_t above(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -408,13 +417,12 @@ template <Edge edge, Way way, bool again, int finishers>
 void run(Work& work, cudaStream_t stream) {
   work.pairs = static_cast<int>(above(work.rows, tile_rows * cluster));
   work.tiles_across = static_cast<int>(above(work.columns, covered<edge, way>));
-  int device = 0, processors = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  const int blocks = std::min(processors / cluster, work.pairs * work.tiles_across) * cluster;
-  constexpr int bytes = sizeof(Shared) + 1024;
-  cudaFuncSetAttribute(edge_kernel<edge, way, again, finishers>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  edge_kernel<edge, way, again, finishers><<<static_cast<unsigned>(blocks), threads_of<finishers>, bytes, stream>>>(work);
+  work.tiles.counter = counter_of_draws(stream);
+  work.tiles.count = work.pairs * work.tiles_across;
+  work.tiles.clusters = std::min(current_gpu().multiprocessors / cluster, work.tiles.count);
+  const auto kernel = edge_kernel<edge, way, again, finishers>;
+  allow_shared(reinterpret_cast<const void*>(kernel), kernel_bytes);
+  kernel<<<static_cast<unsigned>(work.tiles.clusters * cluster), threads_of<finishers>, kernel_bytes, stream>>>(work);
 }
 
 }  // namespace
@@ -469,12 +477,10 @@ bool suits_hopper(const EdgeShape& shape) {
   // Rows of 16 bytes at least for the copies; SwiGLU's gates and ups each by whole pieces.
   const std::int64_t covers = shape.edge == Edge::swiglu ? tile_columns / 2 : tile_columns;
   const std::int64_t tiles = above(shape.rows, tile_rows) * above(shape.columns, covers);
-  int device = 0, processors = 0, major = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major == 9 && has_tensor_maps() && shape.inner > 0 && shape.inner % 8 == 0 && shape.columns % width == 0 &&
-         tiles >= processors && shape.rows <= 0x7fffff00 && shape.columns <= 0x7fffff;
+  const Gpu gpu = current_gpu();
+  return gpu.major == 9 && gpu.block_shared >= kernel_bytes && has_tensor_maps() && shape.inner > 0 &&
+         shape.inner % 8 == 0 && shape.columns % width == 0 && tiles >= gpu.multiprocessors && shape.rows <= 0x7fffff00 &&
+         shape.columns <= 0x7fffff;
 }
 
 }  // namespace bonfire::cuda

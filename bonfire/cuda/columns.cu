@@ -14,13 +14,14 @@ template <Pass pass>
 constexpr bool is_gelu = pass == Pass::gelu || pass == Pass::gelu_again;
 
 // Rows that a thread reads before it works on them, and blocks for each multiprocessor of a large GPU: passes that also
-// write go faster in many short blocks.
+// write go faster in many short blocks, and one that does not in more than run at a time, or it takes twice as long where
+// others have some of the multiprocessors.
 template <Pass pass>
 constexpr int at_once = pass == Pass::sums ? 8
                         : is_gelu<pass>    ? 2
                                            : 4;
 template <Pass pass>
-constexpr int blocks_for_each = pass == Pass::sums ? 2 : 16;
+constexpr int blocks_for_each = pass == Pass::sums ? 8 : 16;
 
 template <class T>
 struct Columns {
@@ -113,13 +114,26 @@ std::int64_t parts_of(std::int64_t rows, std::int64_t columns, int blocks) {
   return std::clamp<std::int64_t>((rows + 63) / 64, 1, std::max<std::int64_t>(1, 132 * blocks / tiles));
 }
 
+struct Parts {
+  std::int64_t count, rows_of_each;
+};
+template <Pass pass>
+Parts cut(std::int64_t rows, std::int64_t columns) {
+  const auto above = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
+  std::int64_t each = above(rows, parts_of(rows, columns, blocks_for_each<pass>));
+  // Whole rounds of a thread's rows: what is left is read one by one.
+  constexpr std::int64_t round = at_once<pass> * groups;
+  if (pass == Pass::sums && each > round) each = above(each, round) * round;
+  return {std::max<std::int64_t>(1, above(rows, std::max<std::int64_t>(1, each))), each};
+}
+
 template <Pass pass>
 void run_pass(const ColumnsMemory& memory, const QkvMemory& qkv, cudaStream_t stream) {
   if (memory.columns == 0) return;
   with_type(memory.type, [&](auto t) {
     using T = decltype(t);
     using C = compute_t<T>;
-    const std::int64_t parts = parts_of(memory.rows, memory.columns, blocks_for_each<pass>);
+    const Parts cuts = cut<pass>(memory.rows, memory.columns);
     const Columns<T> a{static_cast<const T*>(memory.x),
                        static_cast<T*>(memory.d_out),
                        static_cast<T*>(memory.result),
@@ -127,7 +141,7 @@ void run_pass(const ColumnsMemory& memory, const QkvMemory& qkv, cudaStream_t st
                        memory.rows,
                        memory.columns,
                        memory.stride,
-                       (memory.rows + parts - 1) / parts,
+                       cuts.rows_of_each,
                        qkv.parts[0],
                        qkv.parts[1],
                        qkv.parts[2],
@@ -136,11 +150,12 @@ void run_pass(const ColumnsMemory& memory, const QkvMemory& qkv, cudaStream_t st
     const auto run = [&](auto packed) {
       constexpr int width = decltype(packed)::value ? full_width<T> : 1;
       const std::int64_t tile = lanes * width;
-      const dim3 grid(static_cast<unsigned>((memory.columns + tile - 1) / tile), static_cast<unsigned>(parts));
+      const dim3 grid(static_cast<unsigned>((memory.columns + tile - 1) / tile), static_cast<unsigned>(cuts.count));
       launch(columns_kernel<T, width, pass>, {grid, dim3(lanes, groups)}, stream, a);
     };
     constexpr int wide = full_width<T>;
-    bool packed = memory.columns % wide == 0 && memory.stride % wide == 0 && aligned({memory.x, memory.d_out, memory.result}, 16);
+    bool packed =
+        memory.columns % wide == 0 && memory.stride % wide == 0 && aligned({memory.x, memory.d_out, memory.result}, 16);
     if constexpr (pass == Pass::merge) {
       packed = packed && qkv.head_dim % wide == 0;
       for (const HeadsMemory& part : qkv.parts)
@@ -148,7 +163,7 @@ void run_pass(const ColumnsMemory& memory, const QkvMemory& qkv, cudaStream_t st
                  part.stride_sequence % wide == 0;
     }
     packed ? run(std::true_type{}) : run(std::false_type{});
-    sum_parts<C>(static_cast<const C*>(memory.parts), {{static_cast<C*>(memory.sums), nullptr, nullptr}}, parts,
+    sum_parts<C>(static_cast<const C*>(memory.parts), {{static_cast<C*>(memory.sums), nullptr, nullptr}}, cuts.count,
                  memory.columns, stream);
   });
 }

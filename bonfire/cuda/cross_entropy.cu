@@ -115,9 +115,7 @@ __global__ void __launch_bounds__(threads, 1024 / threads)
 void launch_cross_entropy(const CrossEntropyMemory& memory, cudaStream_t stream) {
   if (memory.rows == 0) return;
   if (memory.gradient && launch_streamed_cross_entropy(memory, stream)) return;
-  int device = 0, most_shared = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const int most_shared = current_gpu().block_shared;
   with_type(memory.type, [&](auto t) {
     using T = decltype(t);
     const auto run_with = [&](auto width, auto gradient, auto threads) {
@@ -127,7 +125,6 @@ void launch_cross_entropy(const CrossEntropyMemory& memory, cudaStream_t stream)
       const auto stashed = decltype(gradient)::value ? std::min<std::int64_t>(packs, (most_shared - reserved) / size) : 0;
       const auto kernel =
           cross_entropy_kernel<T, decltype(width)::value, decltype(gradient)::value, decltype(threads)::value>;
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(stashed) * size);
       launch(kernel,
              {static_cast<unsigned>(memory.rows), decltype(threads)::value, static_cast<std::size_t>(stashed) * size},
              stream, static_cast<T*>(memory.logits), memory.target, memory.losses, memory.classes, memory.ignore,

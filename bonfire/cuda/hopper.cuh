@@ -110,6 +110,9 @@ __device__ inline std::uint32_t load_word(std::uint32_t from) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
   return word;
 }
+__device__ inline void store_word(std::uint32_t to, int word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
 
 __device__ inline Pack<std::uint32_t, 4> load_words(std::uint32_t from) {
   Pack<std::uint32_t, 4> x;

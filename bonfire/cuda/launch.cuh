@@ -5,6 +5,8 @@
 
 #include <cuda_runtime.h>
 
+#include "bonfire/cuda/gpu.h"
+
 // How kernels of ours begin: a kernel may be brought to the multiprocessors while the one before it on the stream comes to
 // its end, which takes some microseconds off every one of them. All it may do until then is wait.
 namespace bonfire::cuda {
@@ -22,12 +24,8 @@ namespace {
 
 // Whether the current device runs code of this file in which kernels wait: code that was made for it, not for an older one.
 bool kernels_wait() {
-  int device = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess)
-    return false;
-  const int own = 100 * major + 10 * minor;
+  const Gpu gpu = current_gpu();
+  const int own = 100 * gpu.major + 10 * gpu.minor;
   if (own < 900) return false;
   for (const int made_for : {__CUDA_ARCH_LIST__})
     if (made_for == own) return true;
@@ -42,9 +40,11 @@ struct LaunchShape {
   unsigned cluster = 1;    // blocks of one, along x
 };
 
-// REQUIRES: the kernel begins with wait_for_kernels_before. Errors are left for cudaGetLastError.
+// REQUIRES: the kernel begins with wait_for_kernels_before. Errors are left for cudaGetLastError, but for shared memory that
+// the GPU does not have: that throws.
 template <class... Parameters, class... Arguments>
 static void launch(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream, Arguments&&... arguments) {
+  if (shape.shared > 0) allow_shared(reinterpret_cast<const void*>(kernel), shape.shared);
   cudaLaunchAttribute attributes[2];
   unsigned count = 0;
   if (kernels_wait()) {

@@ -16,6 +16,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/cuda/checksum.h"
+#include "bonfire/cuda/gpu.h"
 
 namespace bonfire::cuda {
 namespace {
@@ -189,6 +190,8 @@ class Call {
                                             : CUBLAS_COMPUTE_32F,
                                    wide_ ? CUDA_R_64F : CUDA_R_32F),
           "cublasLtMatmulDescCreate");
+    // Its kernels divide their work among as many multiprocessors as they think they have.
+    if (remaining_ > 0) set(operation_, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, std::int32_t{remaining_});
     // Of the transposes: the right matrix comes first.
     set(operation_, CUBLASLT_MATMUL_DESC_TRANSA, b_.by_columns ? CUBLAS_OP_T : CUBLAS_OP_N);
     set(operation_, CUBLASLT_MATMUL_DESC_TRANSB, a_.by_columns ? CUBLAS_OP_T : CUBLAS_OP_N);
@@ -234,6 +237,7 @@ class Call {
             scaled_by_row(),
             product_.short_sums,
             tf32(),
+            remaining_,
             product_.out.device().index()};
   }
 
@@ -324,6 +328,7 @@ class Call {
   const Matmul& product_;
   Operand a_, b_, d_, c_;
   bool wide_;
+  int remaining_ = multiprocessors_beside_others();
   cudaStream_t stream_;
   Operation operation_;
   Layout layout_a_, layout_b_, layout_c_, layout_d_;

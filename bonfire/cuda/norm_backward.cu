@@ -9,6 +9,32 @@
 namespace bonfire::cuda {
 namespace {
 
+// Which rows make which part of the sums over them: first `large` parts, then smaller ones.
+struct RowParts {
+  std::int64_t count, large, rows_of_large, rows_of_small;
+};
+RowParts parts_of(std::int64_t rows, bool block_for_each_multiprocessor) {
+  constexpr std::int64_t least = 8;         // rows of a part, so that the parts stay small
+  constexpr std::int64_t processors = 132;  // of a large GPU; equal shapes give equal parts on all of them
+  const auto above = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
+  const std::int64_t blocks = block_for_each_multiprocessor ? processors : 2 * processors;
+  const std::int64_t count = std::clamp<std::int64_t>(above(rows, least), 1, blocks);
+  if (!block_for_each_multiprocessor || rows < 3 * least * blocks) return {count, count, above(rows, count), 0};
+  // Two thirds of the rows are for a block on each multiprocessor, the rest, in parts of half the size, for those that are
+  // done. Where others have some of the multiprocessors, a large part that begins late does not end after all others have.
+  const std::int64_t rows_of_large = above(2 * rows, 3 * blocks);
+  return {2 * blocks, blocks, rows_of_large, above(std::max<std::int64_t>(rows - blocks * rows_of_large, 1), blocks)};
+}
+struct RowRange {
+  std::int64_t begin, end;
+};
+__device__ RowRange rows_of_part(const RowParts& parts, std::int64_t rows, std::int64_t part) {
+  const bool is_large = part < parts.large;
+  const std::int64_t begin =
+      is_large ? part * parts.rows_of_large : parts.large * parts.rows_of_large + (part - parts.large) * parts.rows_of_small;
+  return {begin, min(rows, begin + (is_large ? parts.rows_of_large : parts.rows_of_small))};
+}
+
 template <class T, class W>
 struct Backward {
   const T *dy, *ds, *x;
@@ -17,6 +43,8 @@ struct Backward {
   T *dx, *normed;
   compute_t<T>*d_weight, *d_bias, *dx_sums;  // parts: one row for each block
   std::int64_t rows, columns;
+  RowParts parts;
+  int stages;
 };
 
 template <class C>
@@ -70,28 +98,43 @@ struct Passes {
   }
 };
 
-// Rows that are on their way to shared memory, while the one before is worked on.
-constexpr int stages = 4;
+// Rows that are on their way to shared memory, while the one before is worked on: as many as there is memory for.
+constexpr int most_stages = 4;
 constexpr int most_groups = 15;  // as many barriers as a block has, but for one
+constexpr int most_warps = 16;   // of a group
+// Of a group's sums over a row, which two of its rows have at a time.
+template <class C>
+constexpr int table_bytes = 2 * most_warps* static_cast<int>(sizeof(Two<C>));
+
+// Until no more than stages - 1 of the rows that were asked for last are still on their way.
+__device__ void wait_for_row(int stages) {
+  switch (stages) {
+    case 1: return __pipeline_wait_prior(0);
+    case 2: return __pipeline_wait_prior(1);
+    case 3: return __pipeline_wait_prior(2);
+    default: return __pipeline_wait_prior(most_stages - 1);
+  }
+}
 // Threads of a block whose threads keep one pack of a row, or two: what registers allow.
 template <int kept>
 constexpr int most_in_groups = kept == 1 ? 512 : 640;
 
 // blockDim.x threads, a group, have a row; a block is as many groups as its multiprocessor holds, and each takes rows of its
 // own, which it fetches ahead. A thread has the same columns of all of them, `kept` packs, and sums their part of the
-// parameters' gradients; it reads only what it fetched itself. Where `warps` is not 0, groups have that many, and neither ds
-// nor normed is null: what there is to do for a row is so little that asking shows.
+// parameters' gradients; it reads only what it fetched itself. Where `warps` is not 0, groups have that many, neither ds nor
+// normed is null, and there are most_stages: what there is to do for a row is so little that asking shows.
 template <class T, class W, int width, int kept, int warps, bool centered, bool sums_too>
 __global__ void __launch_bounds__(most_in_groups<kept>, 1) groups_kernel(Backward<T, W> a) {
   wait_for_kernels_before();
   using C = compute_t<T>;
   using P = Pack<T, width>;
-  __shared__ Two<C> shared[2][most_groups][16];
-  extern __shared__ double2 dynamic[];  // 16 bytes aligned
+  extern __shared__ double2 dynamic[];  // 16 bytes aligned: a table for each group, then what each has fetched
   const int lanes = warps > 0 ? 32 * warps : blockDim.x, packs = static_cast<int>(a.columns / width);
+  const int stages = warps > 0 ? most_stages : a.stages;
   const bool with_ds = warps > 0 || a.ds, again = warps > 0 || a.normed;
-  P* fetched =
-      reinterpret_cast<P*>(dynamic) + threadIdx.y * stages * 3 * kept * lanes + threadIdx.x;  // [stages][3][kept][lanes]
+  auto* table = reinterpret_cast<Two<C>*>(dynamic) + threadIdx.y * 2 * most_warps;
+  P* fetched = reinterpret_cast<P*>(dynamic) + blockDim.y * (table_bytes<C> / sizeof(P)) +
+               threadIdx.y * stages * 3 * kept * lanes + threadIdx.x;  // [stages][3][kept][lanes]
   C dw[kept][width] = {}, db[centered ? kept : 1][width] = {}, all[sums_too ? kept : 1][width] = {};
   Pack<W, width> weight[kept];
   const auto each = [&](const auto& body) {
@@ -101,8 +144,9 @@ __global__ void __launch_bounds__(most_in_groups<kept>, 1) groups_kernel(Backwar
       if (i < packs) body(i, p);
     }
   };
-  const auto fetch = [&](std::int64_t row, int stage) {
-    if (row < a.rows)
+  const auto [first_row, end] = rows_of_part(a.parts, a.rows, blockIdx.x);
+  const auto fetch = [&, end = end](std::int64_t row, int stage) {
+    if (row < end)
       each([&](int i, int p) {
         P* to = fetched + (stage * 3 * kept + p) * lanes;
         const auto get = [&](const T* from, int which) {
@@ -114,21 +158,21 @@ __global__ void __launch_bounds__(most_in_groups<kept>, 1) groups_kernel(Backwar
       });
     __pipeline_commit();
   };
-  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.y;
-  std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int step = blockDim.y;
+  std::int64_t row = first_row + threadIdx.y;
   for (int stage = 0; stage < stages; ++stage) fetch(row + stage * step, stage);
   each([&](int i, int p) { weight[p] = pack_at<W, width>(a.weight, i); });
   Passes<T, W, width, centered> at{};
-  const auto statistics = [&](std::int64_t of) {
-    if (of < a.rows) at = {centered ? a.mean[of] : C(0), a.rstd[of]};
+  const auto statistics = [&, end = end](std::int64_t of) {
+    if (of < end) at = {centered ? a.mean[of] : C(0), a.rstd[of]};
   };
   statistics(row);
   int turn = 0, stage = 0;
   const C of_each = C(1) / static_cast<C>(a.columns);
-  for (; row < a.rows; row += step, turn ^= 1) {
+  for (; row < end; row += step, turn ^= 1) {
     const auto now = at;
     statistics(row + step);
-    __pipeline_wait_prior(stages - 1);
+    wait_for_row(stages);
     Row<T, width> own[kept];
     each([&](int, int p) {
       const P* from = fetched + (stage * 3 * kept + p) * lanes;
@@ -147,7 +191,7 @@ __global__ void __launch_bounds__(most_in_groups<kept>, 1) groups_kernel(Backwar
     sums.first = sum_of_warp(sums.first);
     if constexpr (centered) sums.second = sum_of_warp(sums.second);
     if (lanes > 32) {
-      auto& of_warps = shared[turn][threadIdx.y];
+      Two<C>* of_warps = table + turn * most_warps;
       if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sums;
       asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(lanes) : "memory");
       sums = {0, 0};
@@ -174,7 +218,8 @@ __global__ void __launch_bounds__(most_in_groups<kept>, 1) groups_kernel(Backwar
     });
   }
   __pipeline_wait_prior(0);
-  // The groups' sums make one of the block's.
+  // The groups' sums make one of the block's, in the memory that rows were fetched to.
+  static_assert(width * sizeof(C) <= 3 * sizeof(P));
   auto* gathered = reinterpret_cast<C*>(dynamic);  // [groups][columns]
   const auto gather = [&](const auto& of, C* parts) {
     __syncthreads();
@@ -207,7 +252,7 @@ __device__ Two<C> sums_of_block(Two<C> value, Two<C> (&shared)[most_threads / 32
   return sum;
 }
 
-// For rows of any length: a block takes every gridDim.x-th one, reads it twice, and sums into its row of the parts.
+// For rows of any length: a block reads those of its part twice, and sums into its row of the parts.
 template <class T, class W, int width, bool centered>
 __global__ void __launch_bounds__(most_threads) long_rows_kernel(Backward<T, W> a) {
   wait_for_kernels_before();
@@ -224,7 +269,8 @@ __global__ void __launch_bounds__(most_threads) long_rows_kernel(Backward<T, W> 
       if (all) all[i * width + j] = 0;
     }
   int turn = 0;
-  for (std::int64_t row = blockIdx.x; row < a.rows; row += gridDim.x, turn ^= 1) {
+  const auto [first_row, end] = rows_of_part(a.parts, a.rows, blockIdx.x);
+  for (std::int64_t row = first_row; row < end; ++row, turn ^= 1) {
     const Passes<T, W, width, centered> at{centered ? a.mean[row] : C(0), a.rstd[row]};
     const auto read = [&](std::int64_t i) {
       Row<T, width> own{pack_at<T, width>(a.dy + row * a.columns, i), pack_at<T, width>(a.x + row * a.columns, i), {}};
@@ -256,41 +302,56 @@ __global__ void __launch_bounds__(most_threads) long_rows_kernel(Backward<T, W> 
 }
 
 // How backward's blocks share rows that are aligned: packs that a thread keeps (0: too many to keep), threads of a group, in
-// whole warps, and groups.
-struct Share {
-  int kept, threads, groups;
+// whole warps.
+struct Grouping {
+  int kept, threads;
 };
-Share backward_share(const NormShape& shape) {
+Grouping grouping_of(const NormShape& shape) {
   const std::int64_t width = shape.type == Element::f64   ? 2
                              : shape.type == Element::f32 ? 4
                                                           : 8,
                      packs = shape.columns / width;
-  const Share none{0, most_threads, 1};
-  if (shape.columns % width != 0 || packs > 2 * most_threads) return none;
+  if (shape.columns % width != 0 || packs > 2 * most_threads) return {0, most_threads};
   // A thread of a centered one sums more, so it keeps two only where it must.
-  const int kept = packs <= (shape.centered ? 384 : 256) ? 1 : 2,
-            threads = static_cast<int>((packs + kept * 32 - 1) / (kept * 32)) * 32;
-  const int in_groups = kept == 1 ? most_in_groups<1> : most_in_groups<2>;
-  const int room = 200 * 1024 / (stages * 3 * kept * threads * 16);  // of shared memory
-  return {kept, threads, std::min({in_groups / threads, room, most_groups})};
+  const int kept = packs <= (shape.centered ? 384 : 256) ? 1 : 2;
+  return {kept, static_cast<int>((packs + kept * 32 - 1) / (kept * 32)) * 32};
+}
+
+RowParts row_parts(const NormShape& shape) { return parts_of(shape.rows, grouping_of(shape).kept > 0); }
+
+// What of that a multiprocessor has the shared memory for: groups of a block, 0 where it has too little for one, and rows
+// that are on their way to each.
+struct Room {
+  int groups, stages;
+  std::size_t bytes;
+};
+Room room_for(const NormShape& shape, const Grouping& grouping, int block_shared) {
+  // Weights and biases pass through what is left, the first level of the caches.
+  const int memory = std::min(block_shared, 200 * 1024);
+  const int table = shape.type == Element::f64 ? table_bytes<double> : table_bytes<float>;
+  const int of_row = 3 * grouping.kept * grouping.threads * 16;
+  const int stages = std::min((memory - table) / of_row, most_stages);
+  if (stages < 1) return {0, 0, 0};
+  const int of_group = table + stages * of_row;
+  const int threads = grouping.kept == 1 ? most_in_groups<1> : most_in_groups<2>;
+  const int groups = std::min({threads / grouping.threads, memory / of_group, most_groups});
+  return {groups, stages, static_cast<std::size_t>(groups) * static_cast<std::size_t>(of_group)};
 }
 
 }  // namespace
 
-std::int64_t norm_parts(const NormShape& shape) {
-  // As many blocks as a large GPU holds, but at least 8 rows for each, so that the parts stay small.
-  const Share share = backward_share(shape);
-  const std::int64_t blocks = share.kept > 0 ? 132 : 132 * 2;
-  return std::clamp<std::int64_t>((shape.rows + 7) / 8, 1, blocks);
-}
+std::int64_t norm_parts(const NormShape& shape) { return row_parts(shape).count; }
 
 void launch_norm_backward(const NormShape& shape, const NormBackward& memory, cudaStream_t stream) {
   with_types(shape, [&](auto t, auto w) {
     using T = decltype(t);
     using W = decltype(w);
     using C = compute_t<T>;
-    const std::int64_t parts = norm_parts(shape);
+    const RowParts row_shares = row_parts(shape);
+    const std::int64_t parts = row_shares.count;
     C* scratch = static_cast<C*>(memory.parts);
+    const Grouping grouping = grouping_of(shape);
+    const Room room = grouping.kept > 0 ? room_for(shape, grouping, current_gpu().block_shared) : Room{};
     const Backward<T, W> a{static_cast<const T*>(memory.d_normed),
                            static_cast<const T*>(memory.d_stream),
                            static_cast<const T*>(memory.x),
@@ -304,30 +365,27 @@ void launch_norm_backward(const NormShape& shape, const NormBackward& memory, cu
                            scratch + parts * shape.columns,
                            memory.dx_sums ? scratch + 2 * parts * shape.columns : nullptr,
                            shape.rows,
-                           shape.columns};
+                           shape.columns,
+                           row_shares,
+                           room.stages};
     constexpr int wide = full_width<T>;
     const bool packed = shape.columns % wide == 0 &&
                         aligned({memory.d_normed, memory.d_stream, memory.x, memory.dx, memory.normed}, 16) &&
                         aligned({memory.weight, memory.bias}, sizeof(W) * wide);
-    const Share share = backward_share(shape);
     const auto blocks = static_cast<unsigned>(parts);
     with_centered(shape.centered, [&](auto centered) {
       constexpr bool is_centered = decltype(centered)::value;
       const auto launch_groups = [&](auto kept, auto warps, auto sums_too) {
         const auto kernel =
             groups_kernel<T, W, wide, decltype(kept)::value, decltype(warps)::value, is_centered, decltype(sums_too)::value>;
-        const auto bytes =
-            std::max<std::size_t>(std::size_t(stages) * 3 * share.kept * share.threads * 16, shape.columns * sizeof(C)) *
-            static_cast<std::size_t>(share.groups);
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-        launch(kernel, {blocks, dim3(share.threads, share.groups), bytes}, stream, a);
+        launch(kernel, {blocks, dim3(grouping.threads, room.groups), room.bytes}, stream, a);
       };
       const auto in_groups = [&](auto kept, auto sums_too) {
         if constexpr (sizeof(T) == 2)
-          if (memory.d_stream && memory.normed) {
-            if (share.threads == 4 * 32) return launch_groups(kept, Number<4>{}, sums_too);
-            if (share.threads == 8 * 32) return launch_groups(kept, Number<8>{}, sums_too);
-            if (share.threads == 3 * 32) return launch_groups(kept, Number<3>{}, sums_too);
+          if (memory.d_stream && memory.normed && room.stages == most_stages) {
+            if (grouping.threads == 4 * 32) return launch_groups(kept, Number<4>{}, sums_too);
+            if (grouping.threads == 8 * 32) return launch_groups(kept, Number<8>{}, sums_too);
+            if (grouping.threads == 3 * 32) return launch_groups(kept, Number<3>{}, sums_too);
           }
         launch_groups(kept, Number<0>{}, sums_too);
       };
@@ -336,9 +394,9 @@ void launch_norm_backward(const NormShape& shape, const NormBackward& memory, cu
           if (memory.dx_sums) return in_groups(kept, std::true_type{});
         in_groups(kept, std::false_type{});
       };
-      if (packed && share.kept == 1)
+      if (packed && room.groups > 0 && grouping.kept == 1)
         keeping(Number<1>{});
-      else if (packed && share.kept == 2)
+      else if (packed && room.groups > 0)
         keeping(Number<2>{});
       else if (packed)
         launch(long_rows_kernel<T, W, wide, is_centered>, {blocks, most_threads}, stream, a);

@@ -419,11 +419,13 @@ void embedding_add_cuda(Tensor out, const Tensor& tokens, const Tensor& given) {
   require(known && out.is_contiguous(), "embedding_add_: {} rows cannot be added to {}",
           c10::toString(gradient.scalar_type()), c10::toString(out.scalar_type()));
   const auto [sorted, order] = at::sort(tokens, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const Tensor parts = at::empty({embedding_parts(tokens.numel()), out.size(1)}, out.options().dtype(wide_type(out)));
   launch(out, launch_embedding_add,
          EmbeddingMemory{.out = out.data_ptr(),
                          .gradient = gradient.const_data_ptr(),
                          .tokens = sorted.const_data_ptr<std::int64_t>(),
                          .order = order.const_data_ptr<std::int64_t>(),
+                         .parts = parts.data_ptr(),
                          .rows = tokens.numel(),
                          .columns = out.size(1),
                          .type = element_of(gradient),

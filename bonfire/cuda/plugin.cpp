@@ -9,6 +9,8 @@
 #include "bonfire/base/version.h"
 #include "bonfire/comm/cuda_plugin.h"
 #include "bonfire/cuda/captured_work.h"
+#include "bonfire/cuda/drawn_shares.h"
+#include "bonfire/cuda/gpu.h"
 #include "bonfire/cuda/nccl_backend.h"
 #include "bonfire/cuda/spin.h"
 
@@ -46,6 +48,9 @@ extern "C" BONFIRE_API const bonfire::CudaPlugin* bonfire_cuda_plugin() {
       .device_count = bonfire::cuda::device_count,
       .device_info = bonfire::cuda::device_info,
       .limit_memory = bonfire::cuda::limit_memory,
+      .limit_shared_memory = bonfire::cuda::limit_shared_memory,
+      .draw_shares = bonfire::cuda::draw_shares,
+      .leave_multiprocessors = bonfire::cuda::leave_multiprocessors,
       .make_nccl = bonfire::cuda::make_nccl_backend,
       .spin = bonfire::cuda::spin,
       .make_captured_work = bonfire::cuda::make_cuda_graph,

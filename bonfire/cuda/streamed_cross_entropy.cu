@@ -2,6 +2,8 @@
 
 #include "bonfire/cuda/cross_entropy.h"
 #include "bonfire/cuda/device.cuh"
+#include "bonfire/cuda/drawn_shares.cuh"
+#include "bonfire/cuda/drawn_shares.h"
 #include "bonfire/cuda/hopper.cuh"
 #include "bonfire/cuda/launch.cuh"
 
@@ -20,6 +22,7 @@ struct Streamed {
   double* losses;
   std::int64_t rows, classes, ignore;
   int ranks, part, chunk, slots;  // a block has `part` packs of a row, in chunks of `chunk`
+  hopper::Shares shared_rows;     // a row each
 };
 
 // In the ring: which chunk, and which time round.
@@ -85,9 +88,9 @@ __device__ Softmax of_warp(Softmax own) {
 // Lower than any element times log2e that is finite, but no infinity: a difference of two of those is no number.
 constexpr float lowest = -3.4e38f;
 
-// `ranks` blocks, a cluster, go through every so manieth row, each through its own part of it, chunk by chunk: a chunk has
-// one pack for each thread but those of the last warp, which keeps filling a ring of chunks in shared memory. So the next
-// row is on its way while this one is worked on and written. A chunk stays where it is until it has been written.
+// `ranks` blocks, a cluster, go through the rows that they draw, each through its own part of it, chunk by chunk: a chunk
+// has one pack for each thread but those of the last warp, which keeps filling a ring of chunks in shared memory. So the
+// next row is on its way while this one is worked on and written. A chunk stays where it is until it has been written.
 template <class T>
 __global__ void __launch_bounds__(32 * (most_warps + 1), 1) streamed_kernel(Streamed<T> a) {
   wait_for_kernels_before();
@@ -95,6 +98,7 @@ __global__ void __launch_bounds__(32 * (most_warps + 1), 1) streamed_kernel(Stre
   extern __shared__ double2 dynamic[];  // 16 bytes aligned
   __shared__ std::uint64_t barriers[2 * most_slots + 2];
   __shared__ float2 table[2][most_ranks][32];
+  __shared__ hopper::ToldShares told;
   std::uint32_t ring = hopper::shared_address(dynamic), full = hopper::shared_address(barriers);
   // Found once: in a cluster it takes several instructions, which the compiler would do again every time.
   asm volatile("" : "+r"(ring), "+r"(full));
@@ -111,15 +115,16 @@ __global__ void __launch_bounds__(32 * (most_warps + 1), 1) streamed_kernel(Stre
       hopper::make_barrier(empty + slot * barrier_bytes, warps);
     }
     for (int turn = 0; turn < 2; ++turn) hopper::make_barrier(known + turn * barrier_bytes, warps);
+    hopper::prepare(told, static_cast<unsigned>(a.ranks), static_cast<unsigned>(warps));
     hopper::show_barriers();
   }
+  const int first_row = hopper::first_draw(a.shared_rows, warp == warps && lane == 0);
   hopper::meet_cluster();
-  const std::int64_t step = gridDim.x / static_cast<unsigned>(a.ranks);
-  std::int64_t row = blockIdx.x / static_cast<unsigned>(a.ranks);
   Place place{0, 0};
   if (warp == warps) {
     if (lane == 0) {
-      for (; row < a.rows; row += step) {
+      hopper::ShareDrawer drawer(a.shared_rows, told, static_cast<unsigned>(a.ranks), first_row);
+      for (std::int64_t row = drawer.next(); row < a.rows; row = drawer.next()) {
         const T* from = a.logits + row * a.classes + begin * width;
         for (int k = 0; k < chunks; ++k, place.go_on(a.slots)) {
           hopper::wait(empty + place.slot * barrier_bytes, place.phase ^ 1);
@@ -141,7 +146,8 @@ __global__ void __launch_bounds__(32 * (most_warps + 1), 1) streamed_kernel(Stre
     };
     const bool in_last = static_cast<int>(threadIdx.x) < last;
     unsigned turn = 0, known_phase = 0;
-    for (; row < a.rows; row += step) {
+    hopper::ShareReader reader(a.shared_rows, told, static_cast<unsigned>(a.ranks));
+    for (std::int64_t row = reader.next(); row < a.rows; row = reader.next()) {
       const std::int64_t wanted = a.target[row];
       T* const at = a.logits + row * a.classes;
       const bool ignored = wanted == a.ignore, is_class = !ignored && wanted >= 0 && wanted < a.classes;
@@ -248,31 +254,27 @@ __global__ void __launch_bounds__(32 * (most_warps + 1), 1) streamed_kernel(Stre
 bool launch_streamed_cross_entropy(const CrossEntropyMemory& memory, cudaStream_t stream) {
   if (memory.type != Element::bf16 && memory.type != Element::f16) return false;
   if (memory.classes % width != 0 || !aligned({memory.logits}, 16) || !kernels_wait()) return false;
-  int device = 0, most_shared = 0, processors = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  const std::int64_t room = (most_shared - 4096) / 16;  // packs; a third of it is for the row that comes next
+  const Gpu gpu = current_gpu();
+  const std::int64_t room = (gpu.block_shared - 4096) / 16;  // packs; a third of it is for the row that comes next
   const std::int64_t packs = memory.classes / width;
   // Rows that fit into one multiprocessor go faster without all this, two of them at a time.
   if (packs <= room * 2 / 3) return false;
   const int ranks = packs <= 2 * room * 2 / 3 ? 2 : most_ranks;
   const auto part = static_cast<int>((packs + ranks - 1) / ranks);
-  if (part > room * 2 / 3) return false;
+  if (part > room * 2 / 3 || memory.rows > 0x7fffff00) return false;
   const int chunks = (part + 32 * most_warps - 1) / (32 * most_warps), chunk = (part + 32 * chunks - 1) / (32 * chunks) * 32;
   const int slots = std::min(static_cast<int>(room / chunk), most_slots);
   const auto shared = static_cast<std::size_t>(slots) * static_cast<std::size_t>(chunk) * 16;
-  const auto clusters = static_cast<unsigned>(std::min<std::int64_t>(memory.rows, processors / ranks));
+  const auto rows = static_cast<int>(memory.rows), clusters = std::min(rows, gpu.multiprocessors / ranks);
+  const hopper::Shares shared_rows{counter_of_draws(stream), rows, clusters};
   const auto run = [&](auto t) {
     using T = decltype(t);
-    const auto kernel = streamed_kernel<T>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     launch(
-        kernel,
-        {clusters * static_cast<unsigned>(ranks), static_cast<unsigned>(chunk) + 32, shared, static_cast<unsigned>(ranks)},
+        streamed_kernel<T>,
+        {static_cast<unsigned>(clusters * ranks), static_cast<unsigned>(chunk) + 32, shared, static_cast<unsigned>(ranks)},
         stream,
         Streamed<T>{static_cast<T*>(memory.logits), memory.target, memory.losses, memory.rows, memory.classes, memory.ignore,
-                    ranks, part, chunk, slots});
+                    ranks, part, chunk, slots, shared_rows});
   };
   memory.type == Element::bf16 ? run(__nv_bfloat16{}) : run(__half{});
   return true;

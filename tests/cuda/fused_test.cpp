@@ -87,6 +87,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, GpuActivatedProducts,
                                            ActivatedShape{Activation::swiglu, 4100, 704, 1600},
                                            ActivatedShape{Activation::gelu, 8333, 1344, 136, true},
                                            ActivatedShape{Activation::gelu, 20001, 704, 72},
+                                           ActivatedShape{Activation::gelu, 20001, 1088, 64, true},
                                            ActivatedShape{Activation::gelu, 4100, 3072, 1600, true}));
 
 // Of elements that are each a sum of `inner` rounded products, rounded once.
@@ -124,6 +125,33 @@ TEST_P(GpuActivatedProducts, FollowDoublePrecision) {
     EXPECT_LE(off.max().item<double>(), 1e-3) << "of sums up to " << sums.abs().max().item<double>();
     EXPECT_TRUE(once->d.column_sums.equal(again->d.column_sums));
   }
+}
+
+// Whoever reads what another thread still writes gives other bits now and then: not in a thousand runs.
+TEST_P(GpuActivatedProducts, AThousandRunsGiveEqualBits) {
+  const auto& [activation, rows, columns, inner, biased] = GetParam();
+  const auto options = at::TensorOptions(gpu).dtype(at::kBFloat16);
+  const std::int64_t width = activation == Activation::swiglu ? 2 * columns : columns;
+  const Tensor x = at::randn({rows, inner}, options), weight = at::randn({width, inner}, options) / std::sqrt(inner);
+  const Tensor bias = biased ? at::randn({width}, options) : Tensor();
+  const Tensor dy = at::randn({rows, inner}, options), down = at::randn({inner, columns}, options) / std::sqrt(inner);
+  const auto run = [&] {
+    const auto made = activated_product(activation, x, weight, bias);
+    const auto back = activated_product_backward(activation, {.dy = dy, .weight = down, .wide = made->wide, .again = true});
+    std::vector<Tensor> out{made->wide, made->active, back->d.wide, back->active};
+    if (activation == Activation::gelu) out.push_back(back->d.column_sums);
+    return out;
+  };
+  const auto first = run();
+  Tensor other = at::zeros({}, options.dtype(at::kLong));  // runs, counted on the device: nothing waits between them
+  for (int repeat = 0; repeat < 1000; ++repeat) {
+    const auto again = run();
+    for (std::size_t i = 0; i < first.size(); ++i) {
+      const auto bits = first[i].element_size() == 2 ? at::kShort : at::kInt;
+      other += (again[i].view(bits) != first[i].view(bits)).any();
+    }
+  }
+  EXPECT_EQ(other.item<std::int64_t>(), 0) << "of 1000 runs";
 }
 
 // What they do not take is made of its parts.

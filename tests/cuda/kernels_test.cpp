@@ -385,6 +385,40 @@ TEST_P(GpuKernels, EmbeddingGradientsAreExactAndRepeatable) {
   }
 }
 
+// Tokens that are everywhere, by themselves, among others, and ending where pieces of their sums do.
+TEST_P(GpuKernels, EmbeddingGradientsOfHotTokens) {
+  for (const std::int64_t columns : {1, 96, 1000}) {
+    const auto options = at::TensorOptions(gpu).dtype(GetParam());
+    for (const std::int64_t hot : {1, 63, 64, 65, 127, 128, 200, 4000}) {
+      const Tensor others = at::randint(9, {731}, at::kLong);
+      const Tensor all = at::cat({others, at::full({hot}, 4, at::kLong)});
+      const Tensor tokens = all.index_select(0, at::randperm(all.numel(), at::kLong)).to(gpu);
+      const Tensor rows = at::randn({tokens.numel(), columns}, options),
+                   before = at::randn({9, columns}, options.dtype(wide()));
+      const auto sum = [&] {
+        Tensor out = before.clone();
+        call<void(Tensor, const Tensor&, const Tensor&)>("bonfire::embedding_add_", out, tokens, rows);
+        return out;
+      };
+      const Tensor got = sum(), want = before.to(at::kDouble).index_add(0, tokens, rows.to(at::kDouble));
+      const double error = (got.to(at::kDouble) - want).abs().max().item<double>();
+      EXPECT_LE(error, GetParam() == at::kDouble ? 1e-12 : 2e-4) << hot << " times in rows of " << columns;
+      EXPECT_TRUE(got.equal(sum()));
+    }
+    // All the same, with nothing before and nothing behind.
+    for (const std::int64_t count : {1, 64, 65, 128, 1000}) {
+      const Tensor rows = at::randn({count, columns}, options);
+      Tensor out = at::zeros({2, columns}, options.dtype(wide()));
+      call<void(Tensor, const Tensor&, const Tensor&)>("bonfire::embedding_add_", out,
+                                                       at::ones({count}, options.dtype(at::kLong)), rows);
+      EXPECT_LE((out[1].to(at::kDouble) - rows.to(at::kDouble).sum(0)).abs().max().item<double>(),
+                GetParam() == at::kDouble ? 1e-12 : 1e-4)
+          << count << " alike in rows of " << columns;
+      EXPECT_EQ(out[0].abs().max().item<double>(), 0);
+    }
+  }
+}
+
 TEST_P(GpuKernels, DropoutDropsWhatTheCpuDrops) {
   for (const std::int64_t first : {0, 1, 4, 333}) {
     const Tensor x = at::randn({1000}).to(GetParam());

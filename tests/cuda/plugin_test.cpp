@@ -46,6 +46,24 @@ TEST(CudaPlugin, ThatIsMissingIsNamed) {
 
 TEST(CudaPlugin, ThatIsNoLibraryIsNamed) { expect_refused(open_cuda_plugin(in_build("CMakeCache.txt")), "CMakeCache.txt"); }
 
+// What a GPU of before Ampere is told: its name, what it has, and what would do.
+TEST(CudaPlugin, RefusesGpusThatAreTooOld) {
+  CudaPlugin plugin{.version = BONFIRE_VERSION,
+                    .device_count = [] { return 1; },
+                    .device_info = [](int) { return GpuInfo{.name = "NVIDIA Tesla T4", .major = 7, .minor = 5}; }};
+  EXPECT_EQ(unusable_gpu(plugin), "NVIDIA Tesla T4 (GPU 0) has compute capability 7.5; Bonfire needs 8.0 or newer");
+  plugin.device_count = [] { return 2; };
+  plugin.device_info = [](int index) {
+    return index == 0 ? GpuInfo{.name = "NVIDIA A100", .major = 8, .minor = 0}
+                      : GpuInfo{.name = "NVIDIA TITAN V", .major = 7, .minor = 0};
+  };
+  EXPECT_EQ(unusable_gpu(plugin),
+            "NVIDIA TITAN V (GPU 1) has compute capability 7.0; Bonfire needs 8.0 or newer. CUDA_VISIBLE_DEVICES can leave "
+            "it out");
+  plugin.device_info = [](int) { return GpuInfo{.name = "NVIDIA GeForce RTX 5090", .major = 12, .minor = 0}; };
+  EXPECT_EQ(unusable_gpu(plugin), "");
+}
+
 // The real one loads on a machine that has what CUDA's libraries need, with or without a GPU, and says what it misses on
 // any other. What it must not miss is a symbol of ours or of torch's.
 TEST(CudaPlugin, TheRealOneLoadsOrSaysWhatItLacks) {
