@@ -1,0 +1,189 @@
+#include "tests/random/pipeline_run.h"
+
+#include <cmath>
+#include <memory>
+#include <optional>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+
+#include "bonfire/optim/optimizer.h"
+#include "bonfire/pipeline/pipeline.h"
+#include "tests/random/optimizer_of.h"
+#include "tests/random/pipeline_work.h"
+#include "tests/random/refusal.h"
+
+namespace bonfire::cases {
+namespace {
+
+Chain chain_of(const PipelineCase& each, const PlainPipeline& plain) {
+  Chain chain;
+  for (std::size_t unit = 0; unit < each.units.size(); ++unit) chain.units.push_back(fmt::format("u{}", unit));
+  chain.build = [&each](UnitRange units) {
+    auto row = std::make_shared<RowImpl>(each, units, /*plain=*/false);
+    return StageModule{
+        row, [row](Tensors values, const Microbatch& microbatch) { return row->forward(std::move(values), microbatch); }};
+  };
+  // Under the names of the oracle, where all uses of a weight are one tensor.
+  std::map<std::string, TiedWeight> tied;
+  for (const auto& [name, first] : plain.names) tied[first].uses.push_back({std::stoi(name.substr(1)), name});
+  Draw draw(Random(each.seed).fork("uses"));
+  for (auto& [name, weight] : tied) {
+    if (weight.uses.size() < 2) continue;
+    TiedWeight mixed;
+    for (const int at : draw.permutation(static_cast<int>(weight.uses.size())))
+      mixed.uses.push_back(weight.uses[static_cast<std::size_t>(at)]);
+    chain.tied.insert(chain.tied.begin() + draw.below(static_cast<int>(chain.tied.size()) + 1), mixed);
+  }
+  return chain;
+}
+
+// Where microbatches can be told how much they count.
+template <class Slice>
+void set_weight(Slice& microbatch, double weight) {
+  if constexpr (requires { microbatch.weight = weight; }) microbatch.weight = weight;
+}
+
+std::vector<Microbatch> weighed_batch(const PipelineCase& each, int event, int data_rank) {
+  auto batch = batch_of(each, event, data_rank);
+  if (each.classes)
+    for (auto& microbatch : batch) set_weight(microbatch, weight_of(each, microbatch));
+  return batch;
+}
+
+PipelineOptions options_of(const PipelineCase& each) {
+  PipelineOptions options{.schedule = each.table.table, .schedule_name = each.table.name};
+  if (!each.stages.empty()) {
+    int begin = 0;
+    for (const int count : each.stages) options.stages.push_back({begin, begin + count}), begin += count;
+  }
+  options.receive_ahead = each.receive_ahead;
+  options.resident = each.resident;
+  options.shard.what = each.options.what;
+  if (each.options.full_accumulation) options.shard.accumulation = Accumulation::full;
+  options.shard.offload = each.options.offload;
+  if (each.options.bucket_bytes > 0)
+    options.shard.buckets = {.bucket_bytes = each.options.bucket_bytes,
+                             .first_bucket_bytes = each.options.first_bucket_bytes};
+  options.shard.log = Log::silent();
+  return options;
+}
+
+class PipelineTrainee {
+ public:
+  PipelineTrainee(const PipelineCase& each, const PlainPipeline& plain, const World& world)
+      : each_(each),
+        plain_(plain),
+        mesh_(world.mesh({.pipeline = each.table.ranks, .replicate = each.replicate, .shard = each.shard})) {
+    auto options = options_of(each);
+    if (each.example) options.example = weighed_batch(each, 0, 0).front();
+    pipeline_.emplace(mesh_, chain_of(each, plain), options);
+    for (const int stage : pipeline_->local_stages()) {
+      optimizers_[stage] = optimizer_of(each.update, pipeline_->engine(stage));
+      together_.push_back(optimizers_[stage].get());
+      stage_of_[&pipeline_->engine(stage)] = stage;
+    }
+  }
+
+  void run() {
+    for (int at = 0; at < static_cast<int>(each_.script.size()); ++at) {
+      event(at);
+      compare_weights(at);
+    }
+    for (const int stage : pipeline_->local_stages()) pipeline_->engine(stage).check_equal();
+  }
+
+ private:
+  void event(int at) {
+    const auto& event = each_.script[static_cast<std::size_t>(at)];
+    const auto& record = plain_.events[static_cast<std::size_t>(at)];
+    switch (event.act) {
+      case PipelineAct::train: {
+        for (const int stage : pipeline_->local_stages()) freeze(each_, pipeline_->module(stage), plain_, event.frozen);
+        Pipeline::StepOptions how;
+        if (each_.update_in_cells) how.update = [&](int stage) { optimizers_.at(stage)->step(); };
+        compare(at, pipeline_->step(weighed_batch(each_, at, mesh_.coordinate(Axis::data)), how));
+        if (each_.update_in_cells) return;
+        const auto result = step();
+        if (each_.update.clip > 0 &&
+            !(std::abs(result.gradient_norm - record.norm) <= tolerance * std::max(0.1, record.norm)))
+          throw Mismatch(fmt::format("event {}: the norm of the gradients is {}, of plain torch {}", at,
+                                     result.gradient_norm, record.norm));
+        return;
+      }
+      case PipelineAct::evaluate:
+        return compare(at, pipeline_->evaluate(weighed_batch(each_, at, mesh_.coordinate(Axis::data))));
+      case PipelineAct::step_alone: try { step();
+        } catch (const std::exception& error) {
+          if (is_timeout(error.what())) throw;
+          return;
+        }
+        throw Mismatch(fmt::format("event {}: an update without a step was not refused", at));
+    }
+  }
+
+  StepResult step() {
+    const ModelParts parts{.ranks = mesh_.group(Axis::pipeline),
+                           .is_copy = [&](const Engine& engine, const FlatParameter& flat) {
+                             return pipeline_->is_copy(stage_of_.at(&engine), flat);
+                           }};
+    return Optimizer::step_together(together_, {.clip = each_.update.clip}, parts);
+  }
+
+  void compare(int at, const PipelineReport& report) {
+    const auto& record = plain_.events[static_cast<std::size_t>(at)];
+    const auto& data = mesh_.group(Axis::data);
+    const double weight = record.weights_of_ranks[static_cast<std::size_t>(data.rank())];
+    const auto look = [&](const char* what, double mine, double should_be) {
+      const double all = data.sum(each_.classes ? weight : 1);
+      const double is = all == 0 ? 0 : data.sum(each_.classes ? mine * weight : mine) / all;
+      if (!(std::abs(is - should_be) <= tolerance * std::max(1.0, std::abs(should_be))))
+        throw Mismatch(fmt::format("event {}: the {} is {}, of plain torch {}", at, what, is, should_be));
+    };
+    look("loss", report.loss, record.loss);
+    look("report", report.reports.at(0), record.report);
+  }
+
+  void compare_weights(int at) {
+    const auto& weights = plain_.events[static_cast<std::size_t>(at)].weights;
+    double worst = 0;
+    std::string where;
+    for (const int stage : pipeline_->local_stages()) {
+      const auto whole = pipeline_->engine(stage).full_parameters();
+      for (const auto& item : pipeline_->module(stage).named_parameters()) {
+        const double away = distance(item.value().detach(), weights.at(item.key()));
+        if (away > worst) worst = away, where = item.key();
+      }
+    }
+    if (worst > tolerance)
+      throw Mismatch(fmt::format("after event {}: '{}' is {:.1e} of its size away from plain torch", at, where, worst));
+  }
+
+  const PipelineCase& each_;
+  const PlainPipeline& plain_;
+  Mesh mesh_;
+  std::optional<Pipeline> pipeline_;
+  std::map<int, std::unique_ptr<Optimizer>> optimizers_;
+  std::vector<Optimizer*> together_;
+  std::map<const Engine*, int> stage_of_;
+};
+
+}  // namespace
+
+std::string run_pipeline_case(const PipelineCase& each) {
+  at::set_num_threads(1);
+  PlainPipeline plain;
+  try {
+    plain = run_plainly(each);
+  } catch (const std::exception& error) {
+    return fmt::format("{} plain torch throws: {}", no_case, first_line(error.what()));
+  }
+  const Verdict verdict = verdict_of(each);
+  return run_and_judge(each.ranks(), [&](World& world) {
+    return judge<PipelineTrainee>(verdict, "Pipeline()",
+                                  [&](std::optional<PipelineTrainee>& trainee) { trainee.emplace(each, plain, world); });
+  });
+}
+
+}  // namespace bonfire::cases
