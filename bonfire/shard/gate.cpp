@@ -45,14 +45,12 @@ bool put_gate(std::vector<at::Tensor>& tensors, std::function<void()> passed) {
 }
 
 Replaced::Replaced(const at::Tensor& outside, const at::Tensor& inside)
-    : outside_(outside.getIntrusivePtr()), inside_(inside.getIntrusivePtr()), version_(outside._version()) {}
+    : outside_(outside.getIntrusivePtr()), inside_(inside), version_(outside._version()) {}
 
 bool Replaced::written() const {
   const at::Tensor outside(outside_.lock());
   return outside.defined() && outside._version() != version_;
 }
-
-at::Tensor Replaced::inside() const { return at::Tensor(inside_.lock()); }
 
 bool Replaced::can_follow() const {
   const at::Tensor outside(outside_.lock());

@@ -14,14 +14,13 @@ namespace bonfire {
 bool put_gate(std::vector<at::Tensor>& tensors, std::function<void()> passed);
 
 // A tensor that a gate has replaced: the caller's own, and what forward got in its place. Both have the same memory, so what
-// forward writes in place there, the caller's tensor has too, and has to have its history. Keeps neither alive.
+// forward writes in place there, the caller's tensor has too, and has to have its history. The caller's is not kept alive.
 class Replaced {
  public:
   Replaced(const at::Tensor& outside, const at::Tensor& inside);
 
   bool written() const;
-  // Forward's tensor; undefined where it is gone.
-  at::Tensor inside() const;
+  const at::Tensor& inside() const { return inside_; }
   // Whether the caller's tensor can be given another history: it is neither a view nor a leaf.
   bool can_follow() const;
   // The caller's tensor, where there is still one, gets the history of this one.
@@ -29,7 +28,8 @@ class Replaced {
 
  private:
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  Weak outside_, inside_;
+  Weak outside_;
+  at::Tensor inside_;
   std::int64_t version_;
 };
 

@@ -90,7 +90,7 @@ bool Residency::gate_outputs(std::vector<at::Tensor>& outputs, const std::shared
     if (!input.written()) continue;
     through.push_back(input.inside());
     require(
-        through.back().defined() && input.can_follow(),
+        input.can_follow(),
         "Unit '{}' writes in place to an input that is a view of another tensor, or a leaf: autograd cannot follow that; "
         "give the Unit a copy (clone) of it",
         units_[use->unit].home.name);
