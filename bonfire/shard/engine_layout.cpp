@@ -41,6 +41,7 @@ std::shared_ptr<PreparedUnit> prepared_in(const ModuleGroup& group) {
 Engine::State::State(const Mesh& on, torch::nn::Module& module, ShardOptions asked)
     : settings(on, std::move(asked)),
       pool(module.parameters().empty() ? at::Device(at::kCPU) : module.parameters().front().device()) {
+  find_parameters(module);
   reduction = options.hook ? options.hook : make_reduction(mesh.group(Axis::replicate), settings.over_replicas());
   reducer.emplace(pool.device(), reduction,
                   ReducerOptions{.shard = mesh.group(Axis::shard),
@@ -51,7 +52,6 @@ Engine::State::State(const Mesh& on, torch::nn::Module& module, ShardOptions ask
                                  .in_company = options.driven,
                                  .must_go_on = [this] { return residency && !joining && residency->ranks_differ(); },
                                  .patience = options.patience});
-  find_parameters(module);
   start_equal();
 
   install(module);

@@ -1,5 +1,5 @@
 // Programs that treat a sharded module as an ordinary one: each mistake is an error that names the way.
-#include <mutex>
+#include <functional>
 #include <sstream>
 
 #include <torch/optim/sgd.h>
@@ -73,7 +73,7 @@ TEST(Freed, ParametersCannotBeRead) {
           expect_words(message, {"parameter 'block1."});
         }
         // What is known of it without its memory stays known.
-        EXPECT_EQ(weight.sizes(), at::IntArrayRef({6, 6}));
+        EXPECT_EQ(weight.sizes().vec(), (std::vector<std::int64_t>{6, 6}));
         EXPECT_EQ(weight.t().scalar_type(), at::kDouble);
         {
           const auto whole = engine.full_parameters();

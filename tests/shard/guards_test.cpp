@@ -234,11 +234,12 @@ TEST(BadInput, IsRefusedInOneLine) {
           {"the root (Plain) is no Unit", "BONFIRE_UNIT"});
   refused(2,
           [](World& world) {
-            Chain net(3);
-            net->to(at::Device(at::kMeta));
+            struct Elsewhere : torch::nn::Module {
+              at::Tensor weight = register_parameter("weight", at::empty({6}, at::Device(at::kMeta)));
+            } net;
             shard(world.mesh({.replicate = 2}), net);
           },
-          {"parameter 'head.weight' is on meta, but this rank computes on cpu", "model->to(world.device()) before shard()"});
+          {"parameter 'weight' is on meta, but this rank computes on cpu", "model->to(world.device()) before shard()"});
   refused(2, with(1, {.precision = {.gradients = at::kBFloat16, .reduction = at::kFloat}}),
           {"precision.reduction is Float for gradients kept in BFloat16 on 2 replicas", "fewer bytes"});
   refused(2, with(2, {.what = Sharded::parameters, .wrapping = {.apart = {{"head.weight"}}}}),

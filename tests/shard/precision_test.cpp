@@ -208,7 +208,6 @@ TEST(Precisions, InputsAreCastHoweverTheModelIsSharded) {
                                        {2, Sharded::parameters}}) {
       Normed net;
       train(factor, what, net, net);
-      EXPECT_EQ(net->forward(x).scalar_type(), at::kFloat) << "the engine is gone, and so are its casts";
     }
     auto net = std::make_shared<UnmarkedRoot>();
     train(1, Sharded::none, net, net->inner);
