@@ -59,7 +59,8 @@ Event draw_event(Draw draw, bool first) {
   if (!first && draw.chance(30))
     event.act = draw.pick({Act::evaluate, Act::evaluate, Act::drop, Act::read, Act::write, Act::backward_twice});
   if (draw.chance(12))
-    event.act = draw.pick({Act::step_alone, Act::accumulate_step, Act::throw_forward, Act::throw_backward});
+    event.act =
+        draw.pick({Act::step_alone, Act::accumulate_step, Act::throw_forward, Act::throw_backward, Act::throw_on_one});
   if (draw.chance(40)) event.microbatches = draw.between(2, 3);
   event.retain = draw.chance(15);
   event.two_forwards = draw.chance(15);
@@ -96,11 +97,7 @@ EngineCase draw_engine_case(std::uint64_t seed) {
   return each;
 }
 
-bool backward_may_repeat(const EngineCase& each) {
-  const auto& options = each.options;
-  if (each.factor == 1 || options.what == Sharded::none) return true;
-  return options.what != Sharded::optimizer && !options.full_accumulation;
-}
+bool backward_may_repeat(const EngineCase& each) { return each.factor == 1; }
 
 Verdict verdict_of(const EngineCase& each) {
   const auto& options = each.options;
@@ -132,7 +129,8 @@ constexpr const char* act_names[] = {"train",
                                      "step without a backward",
                                      "accumulate, then a step",
                                      "forward throws, then a step",
-                                     "backward throws, then a step"};
+                                     "backward throws, then a step",
+                                     "backward throws on the last rank"};
 constexpr const char* rule_names[] = {"SGD", "Adam", "AdamW"};
 constexpr const char* offload_names[] = {"none", "optimizer", "parameters"};
 
@@ -177,8 +175,7 @@ std::string text_of(const Event& event) {
   if (event.two_forwards) text += ", two forwards for each loss";
   if (event.frozen > 0) text += fmt::format(", pattern {} frozen", event.frozen);
   if (event.input_gradient) text += ", the input has a gradient";
-  if (event.act == Act::throw_backward || event.act == Act::throw_forward)
-    text += fmt::format(", after call {}", event.after);
+  if (event.act >= Act::throw_forward) text += fmt::format(", after call {}", event.after);
   return text;
 }
 

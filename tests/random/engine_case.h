@@ -42,6 +42,7 @@ enum class Act {
   accumulate_step,  // with accumulate alone before it
   throw_forward,    // then a step
   throw_backward,   // the same
+  throw_on_one,     // the last rank, and all hear of it; nothing comes after it
 };
 
 struct Event {

@@ -42,7 +42,7 @@ ShardOptions options_of(const EngineCase& each, const PlainRun& plain) {
   if (asked.bucket_bytes > 0)
     options.buckets = {.bucket_bytes = asked.bucket_bytes, .first_bucket_bytes = asked.first_bucket_bytes};
   options.negotiate_order = asked.negotiate;
-  if (asked.broadcast) options.start = Start::broadcast;
+  options.start = asked.broadcast ? Start::broadcast : Start::check;
   options.debug = asked.debug;
   options.patience = std::chrono::milliseconds(100);
   options.log = Log::silent();
@@ -136,7 +136,24 @@ class Trainee {
         must_throw(at, "a backward that throws", [&] { engine_->backward(loss); });
         return must_throw(at, "a step after a backward that threw", [&] { optimizer_->step(step_options()); });
       }
+      case Act::throw_on_one: return throw_on_one(at);
     }
+  }
+
+  void throw_on_one(int at) {
+    const Place here{.event = at, .rank = rank_};
+    auto context = context_of(each_, here);
+    if (rank_ + 1 == each_.ranks) context.throws = Context::Throws::in_backward;
+    const auto loss = loss_of(each_, model_->forward(input_of(each_, here), context), here, false);
+    ended_ = true;
+    try {
+      engine_->backward(loss);
+    } catch (const std::exception& error) {
+      const std::string words = error.what();
+      if (words.find("asked to throw in backward") != std::string::npos) return;
+      throw Mismatch(fmt::format("event {}: a rank threw, and another heard: {}", at, first_line(words)));
+    }
+    throw Mismatch(fmt::format("event {}: a rank threw, and another did not hear of it", at));
   }
 
   StepOptions step_options() const { return {.clip = each_.update.clip, .clip_value = each_.update.clip_value}; }

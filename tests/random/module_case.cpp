@@ -97,7 +97,7 @@ void draw_shared(Draw draw, Part& root) {
 
 }  // namespace
 
-Part draw_part(Draw draw, const Model&, const ModelLimits& limits) { return draw_part(draw, limits, limits.depth); }
+Part draw_part(Draw draw, const ModelLimits& limits) { return draw_part(draw, limits, limits.depth); }
 
 Model draw_model(Draw draw, const ModelLimits& limits) {
   Model model;
@@ -110,7 +110,9 @@ Model draw_model(Draw draw, const ModelLimits& limits) {
   for (int at = draw.pick({0, 0, 1, 2, 3}); at > 0; --at) root.layers.push_back(draw_layer(draw.fork(at), limits));
   for (int at = draw.pick({0, 1, 2, 3, 4}); at > 0; --at)
     root.children.push_back(draw_part(draw.fork(100 + at), limits, limits.depth));
-  if (root.items() == 0) root.layers.push_back({.op = Op::linear});
+  const auto all = parts_of(root);
+  if (std::all_of(all.begin(), all.end(), [](const Part* part) { return part->layers.empty(); }))
+    root.layers.push_back({.op = Op::linear});
   draw_calls(draw.fork("calls"), limits, root);
   if (limits.sharing) draw_shared(draw.fork("shared"), root);
   if (model.tokens) {
@@ -219,6 +221,7 @@ void remove_item(Part& part, int item) {
 
 std::vector<Part> simpler(const Part& part) {
   std::vector<Part> list;
+  if (part.items() == 1 && part.children.size() == 1 && part.shared < 0) list.push_back(part.children.front());
   const auto add = [&](auto&& change) {
     Part copy = part;
     change(copy);

@@ -75,8 +75,8 @@ struct ModelLimits {
 };
 
 Model draw_model(Draw draw, const ModelLimits& limits = {});
-// A module of its own for each of a chain.
-Part draw_part(Draw draw, const Model& model, const ModelLimits& limits);
+// A part by itself, for a chain.
+Part draw_part(Draw draw, const ModelLimits& limits);
 
 // All parts of it, the part itself first.
 std::vector<const Part*> parts_of(const Part& part);

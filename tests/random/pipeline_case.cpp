@@ -1,6 +1,7 @@
 #include "tests/random/pipeline_case.h"
 
 #include <algorithm>
+#include <functional>
 #include <set>
 
 #include <fmt/format.h>
@@ -42,6 +43,25 @@ std::set<int> ties_of(const std::vector<Part>& units) {
   return ties;
 }
 
+// Two weights that two Units share, in any order on each.
+void plant_ties(Draw draw, std::vector<Part>& units) {
+  if (units.size() < 2 || !draw.chance(20)) return;
+  const int first = draw.below(static_cast<int>(units.size()) - 1);
+  for (const int at : {first, draw.between(first + 1, static_cast<int>(units.size()) - 1)}) {
+    Part unit{.mark = draw.pick({Mark::alpha, Mark::plain})};
+    for (const int tie : {0, 1})
+      unit.layers.push_back({.op = draw.pick({Op::linear, Op::our_linear}), .bias = draw.chance(50), .tie = tie});
+    unit.registration = draw.permutation(2);
+    for (const int item : draw.permutation(2)) unit.calls.push_back({.item = item, .residual = draw.chance(50)});
+    units[static_cast<std::size_t>(at)] = unit;
+  }
+}
+
+void each_layer(Part& part, const std::function<void(Layer&)>& visit) {
+  for (auto& layer : part.layers) visit(layer);
+  for (auto& child : part.children) each_layer(child, visit);
+}
+
 }  // namespace
 
 PipelineCase draw_pipeline_case(std::uint64_t seed) {
@@ -72,7 +92,10 @@ PipelineCase draw_pipeline_case(std::uint64_t seed) {
   if (each.model.length == 0 && draw.chance(60)) each.model.length = draw.between(1, 4);
   const ModelLimits limits{.conditions = false, .strange = false, .depth = 1};
   const int units = each.table.table.stages + draw.below(3);
-  for (int unit = 0; unit < units; ++unit) each.units.push_back(draw_part(draw.fork("unit").fork(unit), each.model, limits));
+  for (int unit = 0; unit < units; ++unit) each.units.push_back(draw_part(draw.fork("unit").fork(unit), limits));
+  plant_ties(draw.fork("ties"), each.units);
+  // A stage holds one tensor for all uses of a weight.
+  for (auto& unit : each.units) each_layer(unit, [](Layer& layer) { layer.alias = false; });
   if (each.model.tokens) {
     auto& first = each.units.front();
     first = {.mark = Mark::alpha,
@@ -104,6 +127,9 @@ PipelineCase draw_pipeline_case(std::uint64_t seed) {
 
 Verdict verdict_of(const PipelineCase& each) {
   if (each.table.reductions == OwnReductions::misfit) return Verdict::either;
+  // Which values have gradients where they cross a cut never changes.
+  if (std::any_of(each.script.begin(), each.script.end(), [](const PipelineEvent& event) { return event.frozen > 0; }))
+    return Verdict::either;
   // Sums over the copies of two weights may wait for each other where ranks hold several stages.
   if (ties_of(each.units).size() > 1 && each.table.table.stages > each.table.ranks) return Verdict::either;
   return Verdict::works;

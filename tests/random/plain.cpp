@@ -111,7 +111,8 @@ class Oracle {
       case Act::read:
       case Act::step_alone:
       case Act::throw_forward:
-      case Act::throw_backward: break;
+      case Act::throw_backward:
+      case Act::throw_on_one: break;
     }
     for (const auto& item : model_->named_parameters()) record.weights[item.key()] = item.value().detach().clone();
     return record;
