@@ -121,6 +121,59 @@ TEST(Uses, InputsThatAutogradCannotFollowAreRefused) {
   });
 }
 
+// Keeps a second result where its caller finds it: a penalty on what its weights do.
+struct PenalisedImpl : torch::nn::Module {
+  PenalisedImpl() : linear(register_module("linear", Linear(width, width))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    const auto y = linear->forward(x);
+    penalty = linear->forward(y.tanh()).pow(2).mean();
+    return y.sin();
+  }
+  Linear linear;
+  at::Tensor penalty;
+};
+BONFIRE_UNIT(Penalised);
+
+struct PenaltiesImpl : torch::nn::Module {
+  PenaltiesImpl()
+      : first(register_module("first", Penalised())),
+        second(register_module("second", Penalised())),
+        last(register_module("last", Block(width))) {
+    initialise(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto y = last->forward(second->forward(first->forward(x)));
+    return mean_square(y) + first->penalty * 0.1 + second->penalty;
+  }
+  Penalised first, second;
+  Block last;
+};
+BONFIRE_UNIT(Penalties);
+
+TEST(Uses, SideResultsCount) {
+  train<Penalties>([] { return Penalties(); },
+                   [](Penalties& net, int rank, int step) { return net->forward(chain_input(rank, step)); });
+}
+
+// Where backward comes to a Unit by its side result alone, nothing has gathered its weights.
+TEST(Uses, SideResultsAloneAreRefused) {
+  run_ranks(2, [](World& world) {
+    Penalties net;
+    Engine engine = shard(world.mesh({.shard = 2}), net, {.what = Sharded::parameters, .log = Log::silent()});
+    for (int step = 0; step < 2; ++step) {
+      static_cast<void>(net->forward(chain_input(world.rank(), step)));
+      try {
+        engine.backward(net->second->penalty);
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const std::exception& error) {
+        const std::string words = error.what();
+        EXPECT_TRUE(words.find("'second.linear") != std::string::npos && words.find("memory is freed") != std::string::npos)
+            << words;
+      }
+    }
+  });
+}
+
 TEST(Uses, SeveralForwardsBeforeOneBackward) {
   train<Chain>([] { return Chain(3); },
                [](Chain& net, int rank, int step) {
