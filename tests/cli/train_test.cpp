@@ -97,6 +97,33 @@ TEST(Train, AnyNumberOfRanksGivesTheSameLosses) {
   }
 }
 
+// Blocks that belong to the root finish in another order than they were registered in, and move between buckets.
+TEST(Train, AnyWrappingGivesTheSameNorms) {
+  const Scratch scratch;
+  scratch.write("a.toml", tiny);
+  const auto norms = [&](const std::string& name, const std::string& layout) {
+    const auto ended =
+        scratch.bonfire("train a.toml --set run.name=" + name + " --set model.dim=64 --set model.vocab=4096 " + layout);
+    EXPECT_EQ(ended.code, 0) << ended.err;
+    std::vector<double> values;
+    for (const auto& line : lines_of(scratch.read("runs/" + name + "/metrics.jsonl")))
+      values.push_back(line.at("grad_norm").get<double>());
+    return values;
+  };
+  const auto expected = norms("one", "--ranks 1");
+  ASSERT_EQ(expected.size(), 4u);
+  for (const std::string shard : {"2", "4"})
+    for (const std::string sharded : {"optimizer", "gradients"}) {
+      const auto measured =
+          norms(sharded + shard,
+                "--set 'layout.wrap_types=[\"embedding\", \"head\"]' --set train.microbatch=1 --set layout.shard=" + shard +
+                    " --set layout.sharded=" + sharded + " --set layout.accumulation=full");
+      ASSERT_EQ(measured.size(), 4u);
+      for (std::size_t i = 0; i < 4; ++i)
+        EXPECT_NEAR(measured[i], expected[i], 1e-5 * expected[i]) << sharded << " over " << shard << ", step " << i;
+    }
+}
+
 TEST(Train, TheAxesSayHowManyRanksWhereNobodyElseDoes) {
   const Scratch scratch;
   scratch.write("a.toml", std::string(tiny) + "[layout]\nreplicate = 2\n");

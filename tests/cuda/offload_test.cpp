@@ -100,6 +100,7 @@ Trained train(World& world, const Setting& setting, Sharded what, Offload offloa
           static_cast<std::int64_t>(share.master.nbytes());
       EXPECT_EQ(share.gradient.device(), world.device());
     }
+  engine.check_equal();
   const auto whole = engine.full_parameters();
   for (const auto& parameter : net->parameters()) trained.weights.push_back(parameter.detach().cpu().to(at::kDouble));
   return trained;
