@@ -148,7 +148,9 @@ struct Gelu {
   C value, slope;
   __device__ explicit Gelu(C x) {
     constexpr C k = C(1.5957691216057307117597842397375), cubic = C(0.044715);
-    const C square = x * x, s = logistic_of_two<T>(x * (k * log2e<C> + k * cubic * log2e<C> * square));
+    // At 32 the logistic is 0 or 1 in every type. A square that goes on to infinity would make 0 times infinity of the
+    // slope.
+    const C square = min(x * x, C(1024)), s = logistic_of_two<T>(x * (k * log2e<C> + k * cubic * log2e<C> * square));
     value = x * s;
     slope = s + (s - s * s) * x * (k + C(3) * k * cubic * square);
   }

@@ -4,13 +4,23 @@
 
 #include <cuda_fp8.h>
 
-// What kernels share that write eight bits: scales, rounding, and the transpose of a tile.
+// What kernels share that write eight bits: scales, rounding, and the transpose of a tile. Scales and rounding are those of
+// bonfire/kernels/eight_bits.h, which says why, to the bit.
 namespace bonfire::cuda {
+
+// What counts of x towards the largest magnitude: nothing where it is infinite or no number.
+__device__ inline float magnitude_of(float x) {
+  const float magnitude = fabsf(x);
+  return magnitude <= 3.402823466e+38f ? magnitude : 0.0f;
+}
 
 template <bool wide_range>
 __device__ float scale_for(float magnitude) {
-  return magnitude > 0 ? (wide_range ? 57344.0f : 448.0f) / magnitude : 1.0f;
+  return magnitude > 0 ? fminf((wide_range ? 57344.0f : 448.0f) / magnitude, 0x1p126f) : 1.0f;
 }
+
+// x times scale; no number where x is infinite, since rounding would stop it at the largest number.
+__device__ inline float scaled(float x, float scale) { return fmaf(x, scale, x - x); }
 
 template <bool wide_range>
 __device__ std::uint32_t eight_bits(float a, float b) {

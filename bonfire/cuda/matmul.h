@@ -19,7 +19,8 @@ struct Matmul {
 // out = a b + bias + addend. False where cuBLASLt has no way to do it: nothing was written then.
 //
 // Of the ways that cuBLASLt offers, the first time a large product is made the fastest is taken, by trying, among those that
-// give the bits of the one it would choose itself: time decides about speed alone. Trying waits for the device.
+// give the bits of the one it would choose itself: time decides about speed alone. Where an operand repeats itself (zeros, most
+// of all), random numbers stand in for it while ways are tried. Trying waits for the device.
 bool multiply(const Matmul& product);
 
 }  // namespace bonfire::cuda

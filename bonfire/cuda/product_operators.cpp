@@ -45,10 +45,12 @@ void product_into_cuda(Tensor out, const Tensor& a, const Tensor& b, bool accumu
   const bool known = a.scalar_type() == b.scalar_type() &&
                      (out.scalar_type() == a.scalar_type() || (out.scalar_type() == at::kFloat && a.element_size() == 2));
   if (known && !empty(out, a) && multiply({.out = out, .a = a, .b = b, .addend = accumulate ? out : Tensor()})) return;
+  // The sum is not rounded to a narrower type on its way.
+  const Tensor left = a.to(out.scalar_type()), right = b.to(out.scalar_type());
   if (accumulate)
-    out.add_(at::mm(a, b));
+    out.add_(at::mm(left, right));
   else
-    out.copy_(at::mm(a, b));
+    out.copy_(at::mm(left, right));
 }
 
 // As the copies of tiles need it: bf16 by rows, beginning at a multiple of 16 bytes.

@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(threads) quantize_kernel(Quantize<T> a) {
 #pragma unroll
       for (int j = 0; j < width; ++j) {
         v[j] = element(x[i], j);
-        largest = fmaxf(largest, fabsf(v[j]));
-        v[j] *= scale;
+        largest = fmaxf(largest, magnitude_of(v[j]));
+        v[j] = scaled(v[j], scale);
       }
       low[i] = eight_bits<wide_range>(v[0], v[1], v[2], v[3]);
       high[i] = eight_bits<wide_range>(v[4], v[5], v[6], v[7]);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(threads) quantize_rows_kernel(Quantize<T> a) {
   for (std::int64_t i = threadIdx.x; i < packs; i += threads) {
     const Pack<T, width> v = pack_at<T, width>(x, i);
 #pragma unroll
-    for (int j = 0; j < width; ++j) largest = fmaxf(largest, fabsf(element(v, j)));
+    for (int j = 0; j < width; ++j) largest = fmaxf(largest, magnitude_of(element(v, j)));
   }
   largest = largest_of_warp(largest);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
@@ -97,7 +97,9 @@ __global__ void __launch_bounds__(threads) quantize_rows_kernel(Quantize<T> a) {
   if (threadIdx.x == 0) a.inverse[blockIdx.x] = 1.0f / scale;
   for (std::int64_t i = threadIdx.x; i < packs; i += threads) {
     const Pack<T, width> v = pack_at<T, width>(x, i);
-    const auto two = [&](int j) { return eight_bits<wide_range>(element(v, j) * scale, element(v, j + 1) * scale); };
+    const auto two = [&](int j) {
+      return eight_bits<wide_range>(scaled(element(v, j), scale), scaled(element(v, j + 1), scale));
+    };
     reinterpret_cast<uint2*>(a.values + blockIdx.x * a.columns)[i] =
         make_uint2(two(0) | two(2) << 16, two(4) | two(6) << 16);
   }
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(threads) magnitude_kernel(const T* x, std::int
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * threads + threadIdx.x; i < packs; i += stride) {
     const Pack<T, width> v = pack_at<T, width>(x, i);
 #pragma unroll
-    for (int j = 0; j < width; ++j) largest = fmaxf(largest, fabsf(element(v, j)));
+    for (int j = 0; j < width; ++j) largest = fmaxf(largest, magnitude_of(element(v, j)));
   }
   note_largest(largest, to);
 }

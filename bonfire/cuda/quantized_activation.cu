@@ -37,8 +37,8 @@ __device__ uint2 rounded(const float (&v)[width], float scale, float& largest) {
 #pragma unroll
   for (int j = 0; j < width; ++j) {
     as_held[j] = load(store<T>(v[j]));
-    largest = fmaxf(largest, fabsf(as_held[j]));
-    as_held[j] *= scale;
+    largest = fmaxf(largest, magnitude_of(as_held[j]));
+    as_held[j] = scaled(as_held[j], scale);
   }
   return make_uint2(eight_bits<wide_range>(as_held[0], as_held[1], as_held[2], as_held[3]),
                     eight_bits<wide_range>(as_held[4], as_held[5], as_held[6], as_held[7]));

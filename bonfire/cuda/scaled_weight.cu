@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(threads) note_magnitudes_kernel(WeightPartMemo
     const std::int64_t at = begin + (i * 32 + threadIdx.x % 32) * width;
     if (at >= end) continue;
     const float4 v = *reinterpret_cast<const float4*>(a.x + at);
-    largest[i] = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+    largest[i] = fmaxf(fmaxf(magnitude_of(v.x), magnitude_of(v.y)), fmaxf(magnitude_of(v.z), magnitude_of(v.w)));
   }
   if (!alone) {
 #pragma unroll
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(threads) round_scaled_kernel(WeightPartMemory 
     const float4 v = *reinterpret_cast<const float4*>(a.x + at);
     const float scale = scale_for<false>(a.magnitudes[scale_of(a, at)]);
     *reinterpret_cast<std::uint32_t*>(static_cast<unsigned char*>(a.out) + at) =
-        eight_bits<false>(v.x * scale, v.y * scale, v.z * scale, v.w * scale);
+        eight_bits<false>(scaled(v.x, scale), scaled(v.y, scale), scaled(v.z, scale), scaled(v.w, scale));
   }
 }
 

@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "bonfire/base/error.h"
+#include "bonfire/kernels/argument.h"
 #include "bonfire/kernels/operator.h"
 #include "bonfire/kernels/product.h"
 
@@ -40,7 +42,12 @@ ThreeTensors backward_composite(const Tensor& dy, const Tensor& weight, const Te
 
 std::optional<ActivatedProduct> activated_product(Activation activation, const Tensor& x, const Tensor& weight,
                                                   const Tensor& bias) {
+  require_sizes({"activated_product", "x", x}, {any_size, any_size}, x);
+  require_sizes({"activated_product", "weight", weight}, {any_size, x.size(1)}, x);
+  if (bias.defined()) require_sizes({"activated_product", "bias", bias}, {weight.size(0)}, x);
   const bool gated = activation == Activation::swiglu;
+  require(!gated || weight.size(0) % 2 == 0, "activated_product: the weight has {} rows; allowed: as many gates as ups",
+          weight.size(0));
   const OptionalTensor added = bias.defined() ? OptionalTensor(bias) : std::nullopt;
   if (!BONFIRE_OPERATOR("bonfire::takes_activated_product", Takes).call(x, weight, added, gated)) return {};
   auto [wide, active] = BONFIRE_OPERATOR("bonfire::activated_product", Forward).call(x, weight, added, gated);
@@ -50,6 +57,10 @@ std::optional<ActivatedProduct> activated_product(Activation activation, const T
 std::optional<ActivatedProductGradient> activated_product_backward(Activation activation,
                                                                    const ActivatedProductBackward& of) {
   const bool gated = activation == Activation::swiglu;
+  require_sizes({"activated_product_backward", "dy", of.dy}, {any_size, any_size}, of.dy);
+  require_sizes({"activated_product_backward", "weight", of.weight}, {of.dy.size(1), any_size}, of.dy);
+  require_sizes({"activated_product_backward", "wide", of.wide}, {of.dy.size(0), of.weight.size(1) * (gated ? 2 : 1)},
+                of.dy);
   if (!BONFIRE_OPERATOR("bonfire::takes_activated_product_backward", TakesBackward).call(of.dy, of.weight, of.wide, gated))
     return {};
   auto [d, active, sums] =

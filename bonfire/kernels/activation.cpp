@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/kernels/argument.h"
 #include "bonfire/kernels/backward_node.h"
 #include "bonfire/kernels/operator.h"
 #include "bonfire/kernels/vectorize.h"
@@ -45,34 +46,42 @@ BONFIRE_INLINE void swiglu_backward_loop(T* __restrict d_out, const T* __restric
   for (std::int64_t i = 0; i < n; ++i) {
     const C gate = load(gate_up[i]), up = load(gate_up[n + i]), d = load(d_out[i]);
     const C divisor = C(1) + exponential(-gate), sigmoid = C(1) / divisor;
-    d_gate_up[i] = store<T>(d * up * sigmoid * (C(1) + gate * (C(1) - sigmoid)));
+    d_gate_up[i] = store<T>(sigmoid * (C(1) + gate * (C(1) - sigmoid)) * up * d);
     d_gate_up[n + i] = store<T>(d * gate * sigmoid);
     if (again) d_out[i] = store<T>(gate / divisor * up);
   }
 }
 
 // gelu(x) = x * sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), because 1 + tanh(u) = 2 sigmoid(2 u).
+template <class C>
+struct Gelu {
+  static constexpr C k = C(1.5957691216057307117597842397375), cubic = C(0.044715);
+  // At 32 the sigmoid is 0 or 1 in every type. A square that goes on to infinity would make 0 times infinity of the slope.
+  static BONFIRE_INLINE C square(C x) { return x * x < C(1024) ? x * x : C(1024); }
+  static BONFIRE_INLINE C divisor(C x) { return C(1) + exponential(-k * x * (C(1) + cubic * square(x))); }
+  static BONFIRE_INLINE C slope(C x, C divisor) {
+    const C sigmoid = C(1) / divisor;
+    return sigmoid + (sigmoid - sigmoid * sigmoid) * x * (k + C(3) * k * cubic * square(x));
+  }
+};
+
 template <class T>
 BONFIRE_INLINE void gelu_loop(const T* __restrict in, T* __restrict out, std::int64_t n) {
   using C = compute_t<T>;
-  constexpr C k = C(1.5957691216057307117597842397375), cubic = C(0.044715);
 #pragma omp simd
   for (std::int64_t i = 0; i < n; ++i) {
     const C x = load(in[i]);
-    out[i] = store<T>(x / (C(1) + exponential(-k * (x + cubic * x * x * x))));
+    out[i] = store<T>(x / Gelu<C>::divisor(x));
   }
 }
 
 template <class T, bool again>
 BONFIRE_INLINE void gelu_backward_loop(T* __restrict d_out, const T* __restrict in, T* __restrict dx, std::int64_t n) {
   using C = compute_t<T>;
-  constexpr C k = C(1.5957691216057307117597842397375), cubic = C(0.044715);
 #pragma omp simd
   for (std::int64_t i = 0; i < n; ++i) {
-    const C x = load(in[i]);
-    const C divisor = C(1) + exponential(-k * (x + cubic * x * x * x)), sigmoid = C(1) / divisor;
-    const C slope = k * (C(1) + C(3) * cubic * x * x);
-    dx[i] = store<T>(load(d_out[i]) * sigmoid * (C(1) + x * (C(1) - sigmoid) * slope));
+    const C x = load(in[i]), divisor = Gelu<C>::divisor(x);
+    dx[i] = store<T>(load(d_out[i]) * Gelu<C>::slope(x, divisor));
     if (again) d_out[i] = store<T>(x / divisor);
   }
 }
@@ -139,12 +148,8 @@ Tensor swiglu_backward_cpu(const Tensor& d_out, const Tensor& gate_up) {
   return swiglu_backward_rows<false>(d_out.contiguous(), gate_up);
 }
 
-void require_contiguous(const Tensor& d_out) {
-  require(d_out.is_contiguous(), "what an activation is to replace has gaps; allowed: contiguous memory");
-}
-
 Tensor swiglu_exchange_cpu(Tensor d_out, const Tensor& gate_up) {
-  require_contiguous(d_out);
+  require_contiguous({"activation", "d_out", d_out});
   return swiglu_backward_rows<true>(d_out, gate_up);
 }
 
@@ -194,7 +199,7 @@ Tensor gelu_backward_cpu(const Tensor& d_out, const Tensor& x) {
 }
 
 TwoTensors gelu_exchange_cpu(Tensor d_out, const Tensor& x) {
-  require_contiguous(d_out);
+  require_contiguous({"activation", "d_out", d_out});
   const Tensor dx = gelu_backward_elements<true>(d_out, x);
   return {dx, sums_of_columns(dx)};
 }
@@ -273,14 +278,32 @@ using Exchange = Tensor(Tensor, const Tensor&);
 using ExchangeAndSum = TwoTensors(Tensor, const Tensor&);
 using BackwardAndSum = TwoTensors(const Tensor&, const Tensor&);
 
+std::int64_t activated_columns(const Argument& wide, Activation activation) {
+  require_rows(wide);
+  return activation == Activation::swiglu ? require_halves(wide) : wide.tensor.size(-1);
+}
+
+void require_gradient(Activation activation, const Tensor& d_out, const Tensor& wide) {
+  auto sizes = wide.sizes().vec();
+  sizes.back() = activated_columns({"activate_backward", "wide", wide}, activation);
+  require_sizes({"activate_backward", "d_out", d_out}, sizes, wide);
+  require(d_out.scalar_type() == wide.scalar_type(), "activate_backward: d_out is {}, wide is {}; allowed: one type",
+          c10::toString(d_out.scalar_type()), c10::toString(wide.scalar_type()));
+  require_contiguous({"activate_backward", "d_out", d_out});
+  require_contiguous({"activate_backward", "wide", wide});
+}
+
 }  // namespace
 
 Tensor activate(Activation activation, const Tensor& wide) {
+  activated_columns({"activate", "wide", wide}, activation);
+  require_contiguous({"activate", "wide", wide});
   return activation == Activation::swiglu ? BONFIRE_OPERATOR("bonfire::swiglu", Unary).call(wide)
                                           : BONFIRE_OPERATOR("bonfire::gelu", Unary).call(wide);
 }
 
 ActivationGradient activate_backward(Activation activation, const Tensor& d_out, const Tensor& wide) {
+  require_gradient(activation, d_out, wide);
   if (activation == Activation::swiglu)
     return {BONFIRE_OPERATOR("bonfire::swiglu_backward", UnaryBackward).call(d_out, wide), {}};
   auto [d, sums] = BONFIRE_OPERATOR("bonfire::gelu_backward_sums", BackwardAndSum).call(d_out, wide);
@@ -288,6 +311,7 @@ ActivationGradient activate_backward(Activation activation, const Tensor& d_out,
 }
 
 ActivationGradient activate_exchange(Activation activation, const Tensor& d_out, const Tensor& wide) {
+  require_gradient(activation, d_out, wide);
   if (activation == Activation::swiglu)
     return {BONFIRE_OPERATOR("bonfire::swiglu_backward_", Exchange).call(d_out, wide), {}};
   auto [d, sums] = BONFIRE_OPERATOR("bonfire::gelu_backward_", ExchangeAndSum).call(d_out, wide);
@@ -295,8 +319,7 @@ ActivationGradient activate_exchange(Activation activation, const Tensor& d_out,
 }
 
 Tensor swiglu(const Tensor& gate_up) {
-  require(gate_up.dim() > 0 && gate_up.size(-1) % 2 == 0, "swiglu: the last dimension must hold gates and ups; it is {}",
-          gate_up.dim() ? gate_up.size(-1) : 0);
+  require_halves({"swiglu", "its input", gate_up});
   return unary<SwigluNode>(BONFIRE_OPERATOR("bonfire::swiglu", Unary), gate_up);
 }
 

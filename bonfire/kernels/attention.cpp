@@ -6,6 +6,7 @@
 #include <ATen/ops/scaled_dot_product_attention.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/kernels/argument.h"
 #include "bonfire/kernels/backward_node.h"
 #include "bonfire/kernels/gemm.h"
 
@@ -37,9 +38,14 @@ bool suits_own(const Tensor& x) { return x.is_cpu() && x.scalar_type() == at::kF
 }  // namespace
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionShape& shape) {
-  require(q.dim() == 4 && k.sizes() == v.sizes() && q.size(1) % k.size(1) == 0,
-          "attention: {} heads of queries, {} of keys; allowed: [batch, heads, sequence, size] with heads that divide",
-          q.dim() == 4 ? q.size(1) : 0, k.dim() == 4 ? k.size(1) : 0);
+  require_sizes({"attention", "q", q}, {any_size, any_size, any_size, any_size}, q);
+  require_sizes({"attention", "k", k}, {q.size(0), any_size, any_size, q.size(3)}, q);
+  require_alike({"attention", "v", v}, k);
+  require(k.scalar_type() == q.scalar_type(), "attention: q is {}, k is {}; allowed: one type",
+          c10::toString(q.scalar_type()), c10::toString(k.scalar_type()));
+  require(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
+          "attention: {} heads of queries, {} of keys; allowed: a number of keys' heads that divides that of queries",
+          q.size(1), k.size(1));
   const bool own =
       shape.causal && cpu::prefers_own_gemm() && suits_own(q) && suits_own(k) && suits_own(v) && q.size(2) == k.size(2);
   if (suits_cudnn(q, k)) {

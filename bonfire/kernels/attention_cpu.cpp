@@ -6,6 +6,8 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 
+#include "bonfire/base/error.h"
+#include "bonfire/kernels/argument.h"
 #include "bonfire/kernels/attention.h"
 #include "bonfire/kernels/gemm_tile.h"
 #include "bonfire/kernels/vectorize.h"
@@ -195,9 +197,22 @@ struct Sizes {
   std::int64_t interleaved(std::int64_t b, std::int64_t h) const { return b * sequence * heads * size + h * size; }
 };
 
+constexpr const char* kOperator = "causal_attention";
+
+void require_heads(const Tensor& q, const Tensor& k, const Tensor& v) {
+  require_sizes({kOperator, "q", q}, {any_size, any_size, any_size, any_size}, q);
+  require_sizes({kOperator, "k", k}, {q.size(0), any_size, q.size(2), q.size(3)}, q);
+  require_alike({kOperator, "v", v}, k);
+  require(k.size(1) > 0 && q.size(1) % k.size(1) == 0, "{}: {} heads of queries, {} of keys", kOperator, q.size(1),
+          k.size(1));
+  for (const auto& [name, x] : {std::pair("q", q), std::pair("k", k), std::pair("v", v)})
+    require_contiguous({kOperator, name, x});
+}
+
 }  // namespace
 
 AttentionForward causal_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
+  require_heads(q, k, v);
   const Sizes z(q, k);
   Tensor out = at::empty({z.batch, z.sequence, z.heads * z.size}, q.options());
   Tensor log_sums = at::empty({z.batch, z.heads, z.sequence}, q.options());
@@ -227,7 +242,14 @@ AttentionForward causal_attention(const Tensor& q, const Tensor& k, const Tensor
 }
 
 AttentionGradients causal_attention_backward(const Tensor& d_out, const AttentionSaved& saved) {
+  require_heads(saved.q, saved.k, saved.v);
   const Sizes z(saved.q, saved.k);
+  for (const auto& [name, x] : {std::pair("d_out", d_out), std::pair("out", saved.out)}) {
+    require_sizes({kOperator, name, x}, {z.batch, z.sequence, z.heads * z.size}, saved.q);
+    require_contiguous({kOperator, name, x});
+  }
+  require_sizes({kOperator, "log_sums", saved.log_sums}, {z.batch, z.heads, z.sequence}, saved.q);
+  require_contiguous({kOperator, "log_sums", saved.log_sums});
   AttentionGradients d{at::empty_like(saved.q), at::zeros_like(saved.k), at::zeros_like(saved.v)};
   const std::int64_t group = z.heads / z.kv_heads;
   at::parallel_for(0, z.batch * z.kv_heads, 1, [&](std::int64_t begin, std::int64_t end) {

@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/kernels/argument.h"
 #include "bonfire/kernels/backward_node.h"
 #include "bonfire/kernels/operator.h"
 #include "bonfire/kernels/product.h"
@@ -153,7 +154,8 @@ Loss reduce(const Tensor& losses, const Tensor& target, const CrossEntropyOption
   const Tensor sum = losses.sum(0, false, at::kDouble);
   if (!options.mean) return {sum.to(type), Tensor()};
   const Tensor count = target.ne(options.ignore_index).sum().to(at::kDouble);
-  return {sum.div(count).to(type), count.reciprocal().to(type)};
+  // Of no target the mean is no number, as it is torch's, and the gradient 0: rows of zeros times whatever is finite.
+  return {sum.div(count).to(type), count.clamp_min(1).reciprocal().to(type)};
 }
 
 // What the gradients of a loss are multiplied by.
@@ -173,8 +175,7 @@ struct CrossEntropyNode : BackwardNode {
 
   torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) override {
     const Tensor gradient = saved(0), scale = saved(1);
-    const Tensor factor = factor_of(gradients[0], scale);
-    return {gradient.mul(factor.to(gradient.scalar_type())).view(sizes)};
+    return {scaled(gradient, factor_of(gradients[0], scale)).view(sizes)};
   }
 };
 
@@ -233,14 +234,20 @@ struct ChunkedNode : BackwardNode {
   }
 };
 
+// One for each of the rows of x, which are about so many classes.
+void require_targets(const char* op, const Tensor& target, const Tensor& x, std::int64_t classes) {
+  require_integers({op, "target", target});
+  require_sizes({op, "target", target}, x.sizes().slice(0, static_cast<std::size_t>(x.dim() - 1)), x);
+  require(classes > 0, "{}: there are {} classes; allowed: 1 or more", op, classes);
+}
+
 Tensor flat_target(const Tensor& target) { return target.to(at::kLong).reshape({-1}).contiguous(); }
 
 }  // namespace
 
 Tensor cross_entropy(const Tensor& logits, const Tensor& given_target, const CrossEntropyOptions& options) {
-  require(given_target.sizes() == logits.sizes().slice(0, static_cast<std::size_t>(logits.dim() - 1)),
-          "cross_entropy: logits have {} rows, targets are {}", logits.numel() / std::max<std::int64_t>(1, logits.size(-1)),
-          given_target.numel());
+  require_rows({"cross_entropy", "logits", logits});
+  require_targets("cross_entropy", given_target, logits, logits.size(-1));
   auto node = make_node<CrossEntropyNode>(logits);
   Loss loss;
   Tensor gradient;
@@ -325,8 +332,9 @@ Tensor chunked(const Tensor& x, const Tensor& weight, const Tensor& target, cons
 
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
                             const LinearCrossEntropyOptions& options) {
-  require(target.numel() * x.size(-1) == x.numel(), "linear_cross_entropy: {} rows, {} targets",
-          x.numel() / std::max<std::int64_t>(1, x.size(-1)), target.numel());
+  require_rows({"linear_cross_entropy", "x", x});
+  require_sizes({"linear_cross_entropy", "weight", weight}, {any_size, x.size(-1)}, x);
+  require_targets("linear_cross_entropy", target, x, weight.size(0));
   const std::int64_t bytes = target.numel() * weight.size(0) * static_cast<std::int64_t>(x.element_size());
   return (bytes > options.most_logit_bytes ? chunked : whole)(x, weight, flat_target(target), options);
 }

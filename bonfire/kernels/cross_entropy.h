@@ -16,7 +16,7 @@ struct CrossEntropyOptions {
 };
 
 // The loss of `logits` [..., classes] against the class numbers `target` [...]: one fp32 element, fp64 for fp64 logits. Sums
-// in double, in a fixed order.
+// in double, in a fixed order. Where every target is ignored, the mean is not a number and the gradient 0, as in torch.
 BONFIRE_API at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, const CrossEntropyOptions& options);
 
 struct LinearCrossEntropyOptions {

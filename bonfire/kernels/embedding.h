@@ -9,8 +9,9 @@
 
 namespace bonfire {
 
-// Rows of `weight` [count, dim] for the int64 `tokens` [...]: [..., dim]. Backward adds rows in the order of the tokens, so
-// that equal runs give equal bits. A token that is no row is an error that names it.
+// Rows of `weight` [count, dim] for the int64 `tokens` [...]: [..., dim]. Backward adds the rows of a token in the order in
+// which they come, in fp32 at least, so that equal runs give equal bits, and rounds their sum once. A token that is no row
+// is an error that names it.
 BONFIRE_API at::Tensor embedding(const at::Tensor& weight, const at::Tensor& tokens,
                                  const std::shared_ptr<GradientSink>& weight_sink = nullptr);
 

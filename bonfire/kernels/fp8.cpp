@@ -2,11 +2,12 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/kernels/argument.h"
+#include "bonfire/kernels/eight_bits.h"
 #include "bonfire/kernels/operator.h"
 
 namespace bonfire {
@@ -19,23 +20,10 @@ using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 
 constexpr std::int64_t kHistory = 16;  // calls
 
-// The largest number of the type; both lose a little range to keep infinities or a not-a-number.
-double largest(bool wide_range) { return wide_range ? 57344.0 : 448.0; }
-
-Tensor in_eight_bits(const Tensor& x, const Tensor& scale, bool wide_range) {
-  const double most = largest(wide_range);
-  return x.to(at::kFloat).mul(scale).clamp(-most, most).to(wide_range ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn);
-}
-
-// What elements are multiplied by so that `magnitude` becomes the largest number; 1 where nothing has a magnitude.
-Tensor scale_for(const Tensor& magnitude, bool wide_range) {
-  return magnitude.reciprocal().mul(largest(wide_range)).masked_fill(magnitude.eq(0), 1.0);
-}
-
 ThreeTensors quantize_composite(const Tensor& x, Tensor history, const OptionalTensor& later, std::int64_t position,
                                 bool measure, bool wide_range, bool values, bool transposed) {
   if (later) position += later->item<std::int64_t>();
-  const Tensor magnitude = x.abs().amax().to(at::kFloat).reshape({1});
+  const Tensor magnitude = largest_magnitude(x);
   const std::int64_t length = history.numel(), now = position % length, next = (position + 1) % length;
   Tensor used = magnitude;
   if (!measure) {
@@ -52,7 +40,7 @@ ThreeTensors quantize_composite(const Tensor& x, Tensor history, const OptionalT
 }
 
 TwoTensors quantize_rows_composite(const Tensor& x, bool wide_range) {
-  const Tensor scale = scale_for(x.abs().amax(1).to(at::kFloat), wide_range);
+  const Tensor scale = scale_for(largest_magnitudes_of_rows(x), wide_range);
   return {in_eight_bits(x, scale.unsqueeze(1), wide_range), scale.reciprocal()};
 }
 
@@ -77,6 +65,12 @@ struct ProductTerms {
 };
 
 void multiply_into(const Tensor& out, const ProductTerms& terms) {
+  require_sizes({"fp8_product", "a", terms.a}, {any_size, any_size}, out);
+  require_sizes({"fp8_product", "b", terms.b}, {any_size, terms.a.size(1)}, out);
+  require_sizes({"fp8_product", "out", out}, {terms.a.size(0), terms.b.size(0)}, terms.a);
+  const auto& [bias, residual] = terms.addends;
+  if (bias.defined()) require_sizes({"fp8_product", "bias", bias}, {out.size(1)}, out);
+  if (residual.defined()) require_sizes({"fp8_product", "residual", residual}, {out.size(0), out.size(1)}, out);
   const auto optional = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
   BONFIRE_OPERATOR("bonfire::fp8_product_", void(Tensor, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                                  const OptionalTensor&, const OptionalTensor&, bool))
@@ -169,9 +163,10 @@ Fp8Product::Forward Fp8Product::forward(const Tensor& x, const Tensor& weight, c
 
 Quantized Fp8Product::gradient(const Tensor& dy) {
   if (recipe_.scales == Fp8Scales::tensor) return quantize(gradient_of_output, dy, true, true);
-  // Scales of the weight's rows are those of what is summed over here, so they go into the gradient before it is rounded.
+  // Scales of the weight's rows are those of what is summed over here, so they go into the gradient before it is rounded: as
+  // parts of the largest, which narrow types hold whatever the weight's magnitude is.
   const bool known = scales_ && scales_->inverse.defined();
-  return by_rows(known ? dy.mul(scales_->inverse.to(dy.scalar_type())) : dy, true);
+  return by_rows(known ? dy.mul(scales_->inverse.div(scales_->inverse.max()).to(dy.scalar_type())) : dy, true);
 }
 
 Tensor Fp8Product::input_gradient(const Quantized& dy, const Tensor& plain_dy, const Tensor& weight) {
@@ -180,7 +175,7 @@ Tensor Fp8Product::input_gradient(const Quantized& dy, const Tensor& plain_dy, c
   ProductTerms terms{.a = dy.values, .inverse_a = dy.inverse, .b = {}, .inverse_b = {}};
   if (known.defined()) {
     terms.b = transposed_weight(weight);
-    terms.inverse_b = rows ? at::ones({weight.size(1)}, known.options()) : known;
+    terms.inverse_b = rows ? known.max().expand({weight.size(1)}).contiguous() : known;
   } else {
     const Quantized right = rows ? by_rows(weight.t(), false) : quantize(Role::weight, weight, false, true);
     terms.b = rows ? right.values : right.transposed;

@@ -8,6 +8,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/kernels/activated_product.h"
+#include "bonfire/kernels/argument.h"
 #include "bonfire/kernels/fp8.h"
 #include "bonfire/kernels/known_sums.h"
 #include "bonfire/kernels/quantized_activation.h"
@@ -26,9 +27,12 @@ std::vector<std::int64_t> with_last(const Tensor& x, std::int64_t last) {
   return sizes;
 }
 
-void require_fits(const char* what, std::int64_t got, const Tensor& weight) {
-  require(weight.dim() == 2 && got == weight.size(1), "{}: the product is given {} columns; the weight expects {}", what,
-          got, weight.dim() == 2 ? weight.size(1) : 0);
+// Of a product that is given `x`, with a weight that reads `in` columns: what comes beside it.
+void require_options(const char* op, const Tensor& x, std::int64_t in, const Tensor& weight, const LinearOptions& options) {
+  require_sizes({op, "weight", weight}, {any_size, in}, x);
+  if (options.bias.defined()) require_sizes({op, "bias", options.bias}, {weight.size(0)}, x);
+  if (options.residual.defined()) require_sizes({op, "residual", options.residual}, with_last(x, weight.size(0)), x);
+  if (options.active.defined()) require_sizes({op, "active", options.active}, with_last(x, in), x);
 }
 
 // A node whose next edges are those inputs that are defined. `undefined` ones keep their place in none of its lists.
@@ -236,7 +240,10 @@ struct ActivatedLinearNode : FusedNode {
 
 NormedLinear normed_linear(const Tensor& given, const NormWeights& norm, const Tensor& weight,
                            const LinearOptions& options) {
-  require_fits("normed_linear", given.size(-1), weight);
+  require_rows({"normed_linear", "x", given});
+  require_sizes({"normed_linear", "the norm's weight", norm.weight}, {given.size(-1)}, given);
+  if (norm.bias.defined()) require_sizes({"normed_linear", "the norm's bias", norm.bias}, {given.size(-1)}, given);
+  require_options("normed_linear", given, given.size(-1), weight, options);
   require(!options.residual.defined(), "normed_linear: a residual is given; it has none");
   const Tensor x = given.contiguous();
   auto node = node_behind<NormedLinearNode>({x, norm.weight, norm.bias, weight, options.bias});
@@ -288,7 +295,10 @@ NormedLinear normed_linear(const Tensor& given, const NormWeights& norm, const T
 }
 
 Tensor activated_linear(const Tensor& given, Activation activation, const Tensor& weight, const LinearOptions& options) {
-  require_fits("activated_linear", given.size(-1) / (activation == Activation::swiglu ? 2 : 1), weight);
+  require_rows({"activated_linear", "wide", given});
+  const std::int64_t in =
+      activation == Activation::swiglu ? require_halves({"activated_linear", "wide", given}) : given.size(-1);
+  require_options("activated_linear", given, in, weight, options);
   const Tensor wide = given.contiguous();
   auto node = node_behind<ActivatedLinearNode>({wide, weight, options.bias, options.residual});
   Tensor out, active;

@@ -22,14 +22,14 @@ struct NormedStream {
   at::Tensor stream;
 };
 
-// Weight and bias may be fp32 beside bf16 or fp16 x: they are then not rounded.
+// Weight and bias may be fp32 beside narrower x, and are then not rounded. Their gradients are sums in fp32 at least.
 
 // normed = x / rms(x) * weight over the last dimension. With a residual, the stream is x + residual and the norm is of that.
 BONFIRE_API NormedStream rms_norm_stream(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
                                          const NormOptions& options);
 BONFIRE_API at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, const NormOptions& options);
 
-// The same for layer norm; on the CPU with torch's kernels.
+// The same for layer norm, without a residual.
 BONFIRE_API NormedStream layer_norm_stream(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                                            const NormOptions& options);
 BONFIRE_API at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,

@@ -285,6 +285,8 @@ void check(const char* kernel, const char* what, const Tensor& parameters, const
   require(buffer.is_contiguous() && buffer.numel() == parameters.numel(),
           "{}: {} has {} elements{}, the parameters have {}; allowed: contiguous buffers of one size", kernel, what,
           buffer.numel(), buffer.is_contiguous() ? "" : " and is not contiguous", parameters.numel());
+  require(buffer.device() == parameters.device(), "{}: {} is on {}, the parameters are on {}; allowed: one device", kernel,
+          what, buffer.device().str(), parameters.device().str());
 }
 
 void check_state(const char* kernel, const char* what, const Tensor& parameters, const Tensor& buffer) {
@@ -301,7 +303,10 @@ void check_parameters(const char* kernel, const Tensor& parameters, const Tensor
   if (low.defined()) check(kernel, "the low-precision copy", parameters, low);
 }
 
-void check_numbers(const char* kernel, const Tensor& parameters, const Tensor& numbers) {
+void check_numbers(const char* kernel, const Tensor& parameters, const Tensor& scale, const Tensor& numbers) {
+  require(!scale.defined() || (scale.numel() == 1 && scale.device() == parameters.device()),
+          "{}: the gradient's scale has {} elements on {}; allowed: one, on {}", kernel, scale.defined() ? scale.numel() : 0,
+          scale.defined() ? scale.device().str() : "", parameters.device().str());
   if (!numbers.defined()) return;
   require(numbers.scalar_type() == at::kDouble && numbers.is_contiguous() && numbers.device() == parameters.device() &&
               numbers.numel() == static_cast<std::int64_t>(step_numbers),
@@ -342,7 +347,7 @@ void check(const AdamBuffers& b) {
   check_state("adam_", "exp_avg", b.parameters, b.exp_avg);
   check_state("adam_", "exp_avg_sq", b.parameters, b.exp_avg_sq);
   if (b.max_exp_avg_sq.defined()) check_state("adam_", "max_exp_avg_sq", b.parameters, b.max_exp_avg_sq);
-  check_numbers("adam_", b.parameters, b.numbers);
+  check_numbers("adam_", b.parameters, b.gradient_scale, b.numbers);
 }
 
 constexpr std::size_t packed_step = 8;
@@ -426,7 +431,7 @@ void sgd_(const SgdBuffers& b, const SgdStep& s) {
   require(s.momentum == 0 || b.momentum.defined(), "sgd_: the momentum is {} and there is no buffer for it", s.momentum);
   const bool with_momentum = s.momentum != 0;
   if (with_momentum) check_state("sgd_", "the momentum", b.parameters, b.momentum);
-  check_numbers("sgd_", b.parameters, b.numbers);
+  check_numbers("sgd_", b.parameters, b.gradient_scale, b.numbers);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("bonfire::sgd_", "").typed<decltype(sgd_composite)>();
   op.call(b.parameters, b.gradients, with_momentum ? optional(b.momentum) : std::nullopt, optional(b.low_precision),

@@ -1,12 +1,14 @@
 #include "bonfire/kernels/product.h"
 
+#include <algorithm>
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
 
-#include "bonfire/base/error.h"
+#include "bonfire/kernels/argument.h"
 #include "bonfire/kernels/fp8.h"
 #include "bonfire/kernels/gemm.h"
 #include "bonfire/kernels/known_sums.h"
@@ -58,12 +60,26 @@ Tensor product_cpu(const Tensor& a, const Tensor& b, const OptionalTensor& bias,
   return residual && bias ? out.add_(*bias) : out;
 }
 
+// Torch's products are of one type, and would round the sum to that of a and b: these are widened instead, some of the depth
+// at a time, so that the copies stay small.
+void widened_product_into(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
+  constexpr std::int64_t most_elements = std::int64_t{1} << 22;
+  if (!accumulate) out.zero_();
+  const std::int64_t depth = a.size(1), at_once = std::max<std::int64_t>(16, most_elements / (a.size(0) + b.size(1) + 1));
+  for (std::int64_t begin = 0; begin < depth; begin += at_once) {
+    const std::int64_t some = std::min(at_once, depth - begin);
+    product_into(out, a.narrow(1, begin, some).to(out.scalar_type()), b.narrow(0, begin, some).to(out.scalar_type()),
+                 Writing::add);
+  }
+}
+
 void product_into_composite(Tensor out, const Tensor& a, const Tensor& b, bool accumulate) {
-  const bool same = out.scalar_type() == a.scalar_type();
-  if (accumulate)
-    same ? out.addmm_(a, b) : out.add_(at::mm(a, b));
+  if (out.scalar_type() != a.scalar_type())
+    widened_product_into(out, a, b, accumulate);
+  else if (accumulate)
+    out.addmm_(a, b);
   else
-    same ? at::mm_out(out, a, b) : out.copy_(at::mm(a, b));
+    at::mm_out(out, a, b);
 }
 
 void product_into_cpu(Tensor out, const Tensor& a, const Tensor& b, bool accumulate) {
@@ -115,6 +131,10 @@ struct LinearNode : ProductNode {
 }  // namespace
 
 Tensor product(const Tensor& a, const Tensor& b, const Addends& addends) {
+  require_sizes({"product", "a", a}, {any_size, any_size}, a);
+  require_sizes({"product", "b", b}, {a.size(1), any_size}, a);
+  if (addends.bias.defined()) require_sizes({"product", "bias", addends.bias}, {b.size(1)}, b);
+  if (addends.residual.defined()) require_sizes({"product", "residual", addends.residual}, {a.size(0), b.size(1)}, b);
   const auto optional = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
   return BONFIRE_OPERATOR("bonfire::product",
                           Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&))
@@ -122,11 +142,17 @@ Tensor product(const Tensor& a, const Tensor& b, const Addends& addends) {
 }
 
 void product_into(const Tensor& out, const Tensor& a, const Tensor& b, Writing writing) {
+  require_sizes({"product_into", "a", a}, {any_size, any_size}, a);
+  require_sizes({"product_into", "b", b}, {a.size(1), any_size}, a);
+  require_sizes({"product_into", "out", out}, {a.size(0), b.size(1)}, a);
   BONFIRE_OPERATOR("bonfire::product_into_", void(Tensor, const Tensor&, const Tensor&, bool))
       .call(out, a, b, writing == Writing::add);
 }
 
-Tensor column_sums(const Tensor& x) { return BONFIRE_OPERATOR("bonfire::column_sums", Tensor(const Tensor&)).call(x); }
+Tensor column_sums(const Tensor& x) {
+  require_sizes({"column_sums", "x", x}, {any_size, any_size}, x);
+  return BONFIRE_OPERATOR("bonfire::column_sums", Tensor(const Tensor&)).call(x);
+}
 
 Tensor weight_gradient(const Tensor& dy, const Tensor& x, const WeightGradientOptions& options) {
   if (!options.sink) return product(dy.t(), x).to(options.type);
@@ -138,10 +164,13 @@ Tensor weight_gradient(const Tensor& dy, const Tensor& x, const WeightGradientOp
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const LinearOptions& options) {
-  require(weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1),
-          "linear: the last dimension of the input is {}; the weight expects {}", x.dim() ? x.size(-1) : 0,
-          weight.dim() == 2 ? weight.size(1) : 0);
+  require_rows({"linear", "x", x});
+  require_sizes({"linear", "weight", weight}, {any_size, x.size(-1)}, x);
+  auto sizes = x.sizes().vec();
+  sizes.back() = weight.size(0);
   const bool with_bias = options.bias.defined(), with_residual = options.residual.defined();
+  if (with_bias) require_sizes({"linear", "bias", options.bias}, {weight.size(0)}, x);
+  if (with_residual) require_sizes({"linear", "residual", options.residual}, sizes, x);
   std::shared_ptr<LinearNode> node;
   if (with_bias && with_residual)
     node = make_node<LinearNode>(x, weight, options.bias, options.residual);
@@ -152,8 +181,6 @@ Tensor linear(const Tensor& x, const Tensor& weight, const LinearOptions& option
   else
     node = make_node<LinearNode>(x, weight);
 
-  auto sizes = x.sizes().vec();
-  sizes.back() = weight.size(0);
   Tensor out, rows;
   bool in_fp8 = false;
   {

@@ -20,7 +20,7 @@ struct Addends {
 // a b for matrices, outside autograd; plus the addends where there are any.
 BONFIRE_API at::Tensor product(const at::Tensor& a, const at::Tensor& b, const Addends& addends = {});
 
-// out = a b, or out += a b; `out` may be fp32 for narrower inputs, which are then summed without rounding.
+// out = a b, or out += a b. `out` may be fp32 for narrower inputs: the sum is then fp32's, and not rounded to their type.
 enum class Writing { overwrite, add };
 BONFIRE_API void product_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, Writing writing);
 

@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/kernels/argument.h"
 #include "bonfire/kernels/known_sums.h"
 #include "bonfire/kernels/operator.h"
 #include "bonfire/kernels/product.h"
@@ -192,6 +193,9 @@ struct SplitNode : BackwardNode {
 }  // namespace
 
 RotaryTable rotary_table(const RotaryShape& shape, const at::TensorOptions& options) {
+  require(shape.positions >= 0 && shape.head_dim >= 0 && shape.head_dim % 2 == 0,
+          "rotary_table: {} positions of heads of size {}; allowed: an even size, whose halves turn together",
+          shape.positions, shape.head_dim);
   const std::int64_t half = shape.head_dim / 2;
   Tensor cosine = at::empty({shape.positions, half}, at::kDouble), sine = at::empty_like(cosine);
   auto* c = cosine.data_ptr<double>();
@@ -208,13 +212,25 @@ RotaryTable rotary_table(const RotaryShape& shape, const at::TensorOptions& opti
 }
 
 void require_packed(const Tensor& qkv, const QkvLayout& layout) {
+  const auto& [cosine, sine] = layout.rotary;
   const std::int64_t heads = layout.heads + 2 * layout.kv_heads;
-  require(qkv.dim() == 3 && qkv.size(2) % heads == 0,
-          "split_qkv: the last of {} dimensions is {}; allowed: [batch, sequence, {} heads of one size]", qkv.dim(),
-          qkv.dim() ? qkv.size(-1) : 0, heads);
-  if (layout.rotary.cosine.defined())
-    require(qkv.size(1) <= layout.rotary.cosine.size(0), "the sequence has {} tokens; the model knows {} positions",
-            qkv.size(1), layout.rotary.cosine.size(0));
+  require(layout.heads > 0 && layout.kv_heads > 0 && layout.heads % layout.kv_heads == 0,
+          "split_qkv: {} heads of queries, {} of keys; allowed: a number of keys' heads that divides that of queries",
+          layout.heads, layout.kv_heads);
+  require_sizes({"split_qkv", "qkv", qkv}, {any_size, any_size, any_size}, qkv);
+  require(qkv.size(2) % heads == 0,
+          "split_qkv: the last of {} dimensions is {}; allowed: [batch, sequence, {} heads of one "
+          "size]",
+          qkv.dim(), qkv.size(2), heads);
+  if (!cosine.defined()) return;
+  const std::int64_t size = qkv.size(2) / heads;
+  require(size % 2 == 0, "split_qkv: heads of size {} are to turn; allowed: an even size, whose halves turn together", size);
+  require_sizes({"split_qkv", "the table of cosines", cosine}, {any_size, size / 2}, qkv);
+  require_alike({"split_qkv", "the table of sines", sine}, cosine);
+  require_contiguous({"split_qkv", "the table of cosines", cosine});
+  require_contiguous({"split_qkv", "the table of sines", sine});
+  require(qkv.size(1) <= cosine.size(0), "the sequence has {} tokens; the model knows {} positions", qkv.size(1),
+          cosine.size(0));
 }
 
 ThreeTensors split_qkv(const Tensor& qkv, const QkvLayout& layout) {

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "bonfire/kernels/argument.h"
 #include "bonfire/kernels/operator.h"
 
 namespace bonfire {
@@ -49,6 +50,8 @@ FiveTensors swiglu_backward_composite(const Tensor& d_out, const Tensor& gate_up
 }  // namespace
 
 Quantized quantized_swiglu(const Tensor& wide, const KnownScale& scale, bool transposed) {
+  require_sizes({"quantized_swiglu", "wide", wide}, {any_size, any_size}, wide);
+  require_halves({"quantized_swiglu", "wide", wide});
   auto [values, turned, inverse] =
       BONFIRE_OPERATOR("bonfire::fp8_swiglu", ThreeTensors(const Tensor&, Tensor, const OptionalTensor&, std::int64_t, bool))
           .call(wide, scale.history, optional(scale.later), scale.position, transposed);
@@ -57,6 +60,9 @@ Quantized quantized_swiglu(const Tensor& wide, const KnownScale& scale, bool tra
 
 QuantizedSwigluBackward quantized_swiglu_backward(const Tensor& d_activated, const Tensor& wide,
                                                   const QuantizedSwigluScales& scales) {
+  require_sizes({"quantized_swiglu_backward", "wide", wide}, {any_size, any_size}, wide);
+  require_sizes({"quantized_swiglu_backward", "d_activated", d_activated},
+                {wide.size(0), require_halves({"quantized_swiglu_backward", "wide", wide})}, wide);
   const auto& [activated_scale, gradient] = scales;
   auto [activated, activated_inverse, values, transposed, inverse] =
       BONFIRE_OPERATOR("bonfire::fp8_swiglu_backward",

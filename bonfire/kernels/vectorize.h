@@ -3,6 +3,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
@@ -50,9 +51,11 @@ BONFIRE_INLINE T store(compute_t<T> x) {
   }
 }
 
-// exp(x) within 2 ulp for float; the library's for double. Below the smallest normal number the result is 0.
+// exp(x) within 2 ulp for float; the library's for double. Below the smallest normal number the result is 0, above the
+// largest infinity; not a number stays that.
 BONFIRE_INLINE float exponential(float x) {
-  const float clamped = x < -87.3f ? -87.3f : (x > 88.7f ? 88.7f : x);
+  constexpr float least = -87.3f, most = 88.7228317f;
+  const float clamped = x < least ? least : (x > most ? most : x);
   const float shifted = clamped * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
   const float n = shifted - 12582912.0f;
   float r = clamped - n * 0.693359375f;
@@ -70,7 +73,8 @@ BONFIRE_INLINE float exponential(float x) {
   const float first = std::bit_cast<float>((half + 127) << 23);
   const float second = std::bit_cast<float>((exponent - half + 127) << 23);
   const float value = p * first * second;
-  return x < -87.3f ? 0.0f : (x == x ? value : x);
+  const float bounded = x > most ? std::numeric_limits<float>::infinity() : value;
+  return x < least ? 0.0f : (x == x ? bounded : x);
 }
 BONFIRE_INLINE double exponential(double x) { return std::exp(x); }
 

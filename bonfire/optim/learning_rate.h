@@ -8,7 +8,8 @@ namespace bonfire {
 
 enum class Decay { constant, linear, cosine };
 
-// The learning rate of each step: from 0 up to `peak` over the warm-up, then down to `least` at the last step.
+// The learning rate of each step: it grows from 0 and is `peak` at the last step of the warm-up (without one, at the first
+// step), then falls to `least`, which it is at the last step. A run of one step takes it at the peak.
 struct BONFIRE_API LearningRate {
   double peak = 1e-3;
   double least = 0;

@@ -10,6 +10,7 @@
 #include "bonfire/kernels/qkv.h"
 #include "tests/support/feed.h"
 #include "tests/support/fp8_cases.h"
+#include "tests/support/fp8_random_cases.h"
 #include "tests/support/fused_cases.h"
 #include "tests/support/gpu_ranks.h"
 
@@ -64,6 +65,22 @@ TEST_P(GpuFusedProducts, TryingProductsChangesNoBits) {
     const Tensor tried = product(a, b), again = product(a, b);
     EXPECT_TRUE(tried.equal(untried)) << rows << " x " << columns << " x " << depth;
     EXPECT_TRUE(tried.equal(again));
+  }
+}
+
+// Nor do operands that tell ways apart too little, as those of adapters and heads that begin with zeros: what is found with
+// them holds for all that come later.
+TEST_P(GpuFusedProducts, TryingProductsOfZerosChangesNoBits) {
+  const auto options = at::TensorOptions(gpu).dtype(GetParam());
+  // Of shapes that no other test has tried.
+  for (const auto& [rows, columns, depth] :
+       {std::tuple<std::int64_t, std::int64_t, std::int64_t>{1152, 1664, 1088}, {4224, 640, 832}, {640, 896, 8320}}) {
+    const Tensor a = at::randn({rows, depth}, options), b = at::randn({depth, columns}, options);
+    const Tensor nothing = product(a, at::zeros_like(b));
+    EXPECT_TRUE((nothing == 0).all().item<bool>());
+    Tensor untried = at::zeros({rows, columns}, options);
+    product_into(untried, a, b, Writing::add);
+    EXPECT_TRUE(product(a, b).equal(untried)) << rows << " x " << columns << " x " << depth;
   }
 }
 
@@ -206,6 +223,16 @@ TEST(GpuFp8, ActivationsAreRoundedAtOnce) {
   at::manual_seed(5);
   for (const auto type : {at::kBFloat16, at::kHalf})
     bonfire::testing::expect_activations_rounded_at_once({.type = type, .device = gpu});
+}
+TEST(GpuFp8, RandomTensorsAreRoundedAsTheOracleSays) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  for (std::uint64_t seed = 0; seed < 120; ++seed)
+    bonfire::testing::expect_random_quantized({.type = seed % 3 ? at::kBFloat16 : at::kHalf, .device = gpu}, seed);
+}
+TEST(GpuFp8, RandomStepsDoNotSpoilLaterOnes) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  for (std::uint64_t seed = 0; seed < 60; ++seed)
+    bonfire::testing::expect_random_fp8_steps({.type = seed % 3 ? at::kBFloat16 : at::kHalf, .device = gpu}, seed);
 }
 TEST(GpuFp8, ProductsAreNear) {
   BONFIRE_SKIP_WITHOUT_GPU();

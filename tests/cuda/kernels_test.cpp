@@ -15,6 +15,7 @@
 #include "bonfire/kernels/product.h"
 #include "bonfire/kernels/qkv.h"
 #include "bonfire/kernels/self_attention.h"
+#include "tests/support/extreme_cases.h"
 #include "tests/support/gpu_ranks.h"
 #include "tests/support/kernel_check.h"
 
@@ -113,6 +114,13 @@ TEST_P(GpuKernels, Activations) {
   const Tensor got = bonfire::swiglu(at::cat({far, at::ones_like(far)}).to(gpu)).cpu().to(at::kDouble);
   EXPECT_TRUE(at::allclose(got, at::silu(far.to(at::kDouble)), tolerance_of(GetParam()), 1e-30)) << got;
   EXPECT_TRUE(at::isnan(bonfire::gelu(at::full({20}, NAN, at::TensorOptions(gpu).dtype(GetParam())))).all().item<bool>());
+}
+
+TEST_P(GpuKernels, ActivationsAreRightEverywhere) { bonfire::testing::expect_activations_right_everywhere(check()); }
+TEST_P(GpuKernels, IgnoredTargetsGiveNothing) { bonfire::testing::expect_ignored_targets_give_nothing(check()); }
+TEST_P(GpuKernels, SumsAreRoundedOnce) {
+  if (!narrow()) GTEST_SKIP() << "nothing is narrower than its sums";
+  bonfire::testing::expect_sums_are_rounded_once(check());
 }
 
 TEST_P(GpuKernels, SplitQkv) {

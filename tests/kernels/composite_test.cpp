@@ -51,6 +51,24 @@ TEST(Composite, RmsNorm) {
   }
 }
 
+TEST(Composite, LayerNorm) {
+  using Forward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, double);
+  using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+      const Tensor&, const Optional&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Optional&, bool);
+  const Tensor x = random({3, 200, 7}), weight = random({7}), bias = random({7}), dy = random({3, 200, 7});
+  const auto out = kernel<Forward>("bonfire::layer_norm", x, weight, bias, 1e-5);
+  expect_all_close(composite<Forward>("bonfire::layer_norm", x, weight, bias, 1e-5), out);
+  const auto& [normed, mean, rstd] = out;
+  for (const Optional& extra : {Optional(), Optional(random({3, 200, 7}))})
+    for (const Optional& again : {Optional(), Optional(bias)})
+      for (const bool sums : {false, true}) {
+        const auto d = kernel<Backward>("bonfire::layer_norm_backward", dy, extra, x, weight, mean, rstd, again, sums);
+        expect_all_close(composite<Backward>("bonfire::layer_norm_backward", dy, extra, x, weight, mean, rstd, again, sums),
+                         d);
+        EXPECT_TRUE(!again || std::get<3>(d).equal(normed));
+      }
+}
+
 TEST(Composite, Products) {
   using Product = Tensor(const Tensor&, const Tensor&, const Optional&, const Optional&);
   using Into = void(Tensor, const Tensor&, const Tensor&, bool);
@@ -76,7 +94,7 @@ TEST(Composite, Products) {
       kernel<Into>("bonfire::product_into_", second, left, right, accumulate);
       Tensor want = at::matmul(left.to(at::kDouble), right.to(at::kDouble));
       if (accumulate) want = want + out.to(wide);
-      const double tolerance = type == at::kBFloat16 ? 2e-2 : 1e-5;
+      const double tolerance = type == at::kDouble ? 1e-13 : 1e-6;  // bf16 too: the sum is fp32's
       EXPECT_TRUE(at::allclose(first.to(at::kDouble), want, tolerance, tolerance));
       EXPECT_TRUE(at::allclose(second.to(at::kDouble), want, tolerance, tolerance));
     }

@@ -8,6 +8,7 @@
 #include "bonfire/kernels/activated_product.h"
 #include "bonfire/kernels/product.h"
 #include "tests/support/fp8_cases.h"
+#include "tests/support/fp8_random_cases.h"
 #include "tests/support/fused_cases.h"
 
 namespace bonfire {
@@ -69,6 +70,14 @@ TEST(Fp8, ScaledWeightsAreNear) {
 TEST(Fp8, ActivationsAreRoundedAtOnce) {
   at::manual_seed(5);
   bonfire::testing::expect_activations_rounded_at_once({.type = at::kBFloat16});
+}
+TEST(Fp8, RandomTensorsAreRoundedAsTheOracleSays) {
+  for (std::uint64_t seed = 0; seed < 120; ++seed)
+    bonfire::testing::expect_random_quantized({.type = seed % 3 ? at::kBFloat16 : at::kHalf}, seed);
+}
+TEST(Fp8, RandomStepsDoNotSpoilLaterOnes) {
+  for (std::uint64_t seed = 0; seed < 60; ++seed)
+    bonfire::testing::expect_random_fp8_steps({.type = seed % 3 ? at::kBFloat16 : at::kHalf}, seed);
 }
 TEST(Fp8, ProductsAreNear) {
   at::manual_seed(5);

@@ -87,6 +87,10 @@ TEST(Adam, RefusesBuffersThatDoNotFit) {
   EXPECT_THROW(adam_({p, at::randn({9}), at::zeros_like(p), at::zeros_like(p)}, {}), Error);
   EXPECT_THROW(adam_({p, at::randn({10}), at::zeros_like(p).to(at::kDouble), at::zeros_like(p)}, {}), Error);
   EXPECT_THROW(adam_({p, at::randn({20}).slice(0, 0, 20, 2), at::zeros_like(p), at::zeros_like(p)}, {}), Error);
+  AdamBuffers scaled{p, at::randn({10}), at::zeros_like(p), at::zeros_like(p)};
+  scaled.gradient_scale = at::ones({2});
+  EXPECT_THROW(adam_(scaled, {}), Error);
+  EXPECT_THROW(sgd_({.parameters = p, .gradients = p.clone(), .gradient_scale = at::ones({2})}, {}), Error);
   const std::vector<AdamBuffers> two(2, {p, at::randn({10}), at::zeros_like(p), at::zeros_like(p)});
   EXPECT_THROW(adam_(two, std::vector<AdamStep>(1)), Error);
 }

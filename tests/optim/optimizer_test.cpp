@@ -245,15 +245,30 @@ TEST(LearningRate, WarmsUpAndDecays) {
   const LearningRate cosine{.peak = 1, .least = 0.1, .warmup = 10, .steps = 110, .decay = Decay::cosine};
   EXPECT_DOUBLE_EQ(cosine.at(0), 0.1);
   EXPECT_DOUBLE_EQ(cosine.at(9), 1);
-  EXPECT_DOUBLE_EQ(cosine.at(10), 1);
-  EXPECT_NEAR(cosine.at(60), 0.55, 1e-12);
-  EXPECT_NEAR(cosine.at(110), 0.1, 1e-12);
-  EXPECT_NEAR(cosine.at(1000), 0.1, 1e-12);
+  EXPECT_NEAR(cosine.at(59), 0.55, 1e-12);
+  EXPECT_DOUBLE_EQ(cosine.at(109), 0.1);  // the last step
+  EXPECT_DOUBLE_EQ(cosine.at(1000), 0.1);
   const LearningRate linear{.peak = 1, .least = 0, .warmup = 0, .steps = 100, .decay = Decay::linear};
-  EXPECT_NEAR(linear.at(25), 0.75, 1e-12);
+  EXPECT_EQ(linear.at(0), 1);
+  EXPECT_NEAR(linear.at(33), 2.0 / 3, 1e-12);
+  EXPECT_EQ(linear.at(99), 0);
   const LearningRate constant{.peak = 1, .steps = 100};
   EXPECT_EQ(constant.at(99), 1);
-  for (int step = 10; step < 109; ++step) EXPECT_GT(cosine.at(step), cosine.at(step + 1));
+  for (int step = 9; step < 109; ++step) EXPECT_GT(cosine.at(step), cosine.at(step + 1));
+}
+
+// Whatever the numbers of steps, the last one is at the least rate, unless the warm-up lasts that long or it is the only
+// one.
+TEST(LearningRate, EndsAtTheLeastRate) {
+  for (const auto decay : {Decay::linear, Decay::cosine})
+    for (std::int64_t steps = 1; steps < 6; ++steps)
+      for (std::int64_t warmup = 0; warmup < 6; ++warmup) {
+        const LearningRate rate{.peak = 1, .least = 0.25, .warmup = warmup, .steps = steps, .decay = decay};
+        const std::int64_t top = std::max<std::int64_t>(warmup - 1, 0);
+        SCOPED_TRACE(::testing::Message() << steps << " steps, " << warmup << " of them warm-up");
+        if (steps - 1 > top) EXPECT_EQ(rate.at(steps - 1), 0.25);
+        EXPECT_EQ(rate.at(top), 1);
+      }
 }
 
 }  // namespace

@@ -1,0 +1,36 @@
+#include "bonfire/kernels/eight_bits.h"
+
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/isfinite.h>
+
+namespace bonfire {
+namespace {
+
+using at::Tensor;
+
+// The largest number of the type; both lose a little range to keep infinities or a not-a-number.
+double largest(bool wide_range) { return wide_range ? 57344.0 : 448.0; }
+
+constexpr double kMostScale = 0x1p126;
+
+Tensor magnitudes(const Tensor& x) { return x.abs().masked_fill_(at::isfinite(x).logical_not_(), 0); }
+
+}  // namespace
+
+Tensor largest_magnitude(const Tensor& x) { return magnitudes(x).amax().to(at::kFloat).reshape({1}); }
+Tensor largest_magnitudes_of_rows(const Tensor& x) { return magnitudes(x).amax(1).to(at::kFloat); }
+
+Tensor scale_for(const Tensor& magnitude, bool wide_range) {
+  return at::full_like(magnitude, largest(wide_range))
+      .div_(magnitude)
+      .clamp_max_(kMostScale)
+      .masked_fill_(magnitude.eq(0), 1.0);
+}
+
+Tensor in_eight_bits(const Tensor& x, const Tensor& scale, bool wide_range) {
+  const double most = largest(wide_range);
+  const Tensor wide = x.to(at::kFloat), zero_or_nan = wide.sub(wide);
+  return wide.mul(scale).clamp_(-most, most).add_(zero_or_nan).to(wide_range ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn);
+}
+
+}  // namespace bonfire
