@@ -3,7 +3,7 @@
 #   bench/gpu/sanitize.sh [BUILD] [SECONDS] [TOOL...]     default: build 480 memcheck racecheck synccheck
 # Only kernels of Bonfire are looked at: those of cuBLASLt have hazards of their own. What has not ended when the time is over
 # is listed as not run. Logs lie in BUILD/sanitize. Exit code 1 where something was found or did not run.
-set -u
+set -uf
 build=${1:-build}; seconds=${2:-480}; shift $(( $# < 2 ? $# : 2 ))
 tools=${*:-memcheck racecheck synccheck}
 jobs=${JOBS:-16}
@@ -13,12 +13,12 @@ command -v compute-sanitizer > /dev/null || PATH=$PATH:/usr/local/cuda/bin
 export OMP_NUM_THREADS=1 CUDA_MODULE_LOADING=LAZY
 end=$(( $(date +%s) + seconds )); export end logs build
 
-# One process a test: names as gtest filters take them. Those that repeat themselves say nothing more here.
+# One process a test with all of its parameters, the longest first. Those that repeat themselves say nothing more here.
 tests=$("$build/test_cuda" --gtest_list_tests --gtest_filter="${FILTER:-*GpuKernels.*:*GpuFusedProducts.*:*GpuActivatedProducts.*:GpuFp8.*:GpuOptimizer.*:*GpuSharedMemory.*:GpuShares.*:-*Thousand*:*EveryLength*}" \
-  | awk '/^[^ ]/ { suite = $1 } /^ / { print suite $1 }')
+  | awk '/^[^ ]/ { suite = $1 } /^ / { print suite $1 }' | sed 's#/[^/]*$#/*#' | sort -ru)
 
 one() {
-  tool=$1; test=$2; log=$logs/$tool.${test//\//_}.log; left=$(( end - $(date +%s) ))
+  tool=$1; test=$2; log=$logs/$tool.${test//[\/*]/_}.log; left=$(( end - $(date +%s) ))
   if [ $left -lt 10 ]; then echo "NOT RUN   $tool $test"; return; fi
   begin=$(date +%s)
   timeout --signal=KILL $left compute-sanitizer --tool "$tool" --kernel-name kns=_ZN7bonfire --error-exitcode 99 --print-limit 20 \

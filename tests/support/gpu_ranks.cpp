@@ -40,7 +40,8 @@ void run_as_rank(int rank, int ranks, const std::function<void(World&)>& body) {
   auto store = c10::make_intrusive<c10d::FileStore>(std::string(std::getenv(folder_variable)) + "/store", ranks);
   World world = World::from_store(
       store, rank, ranks, {.device = device, .timeout = std::chrono::seconds(60), .local_rank = rank, .local_size = ranks});
-  body(world);
+  const char* repeats = std::getenv("BONFIRE_TEST_REPEATS");
+  for (int left = repeats ? std::atoi(repeats) : 1; left > 0; --left) body(world);
 }
 
 pid_t spawn(const std::string& folder, int rank) {

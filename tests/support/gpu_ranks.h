@@ -10,7 +10,8 @@ namespace bonfire::testing {
 // backward thread per device for a whole process, so ranks cannot be threads there.
 //
 // The processes are copies of this test program that run the current test alone, and in them this function calls `body`.
-// So a test that uses it does nothing else that matters. A copy's failures are this test's, with what it printed.
+// So a test that uses it does nothing else that matters. A copy's failures are this test's, with what it printed. With
+// BONFIRE_TEST_REPEATS=N in the environment `body` is called N times in a row.
 // REQUIRES: called inside a TEST, at most once; a GPU is available.
 void run_gpu_ranks(int ranks, const std::function<void(World&)>& body);
 
