@@ -179,7 +179,8 @@ void launch_quantize_rows(const QuantizeMemory& memory, cudaStream_t stream) {
 
 void launch_magnitude(const QuantizeMemory& memory, cudaStream_t stream) {
   const std::int64_t packs = memory.rows * memory.columns / width;
-  const auto blocks = std::clamp<std::int64_t>((packs + threads - 1) / threads, 1, 132 * 8);
+  // Several times as many as run at once: where others have some of the multiprocessors, none of them waits for long.
+  const auto blocks = std::clamp<std::int64_t>((packs + threads - 1) / threads, 1, 132 * 32);
   cudaMemsetAsync(memory.measured, 0, sizeof(float), stream);
   with_narrow(memory, [&](auto t) {
     using T = decltype(t);
