@@ -7,7 +7,8 @@
 
 namespace bonfire::cuda {
 
-// Passes over [rows, columns], contiguous (only launch_column_sums knows gaps between rows), that also sum over the rows. Sums are f64 for f64 elements, otherwise f32.
+// Passes over [rows, columns], contiguous (only launch_column_sums knows gaps between rows), that also sum over the rows.
+// Sums are f64 for f64 elements, otherwise f32.
 struct ColumnsMemory {
   const void* x = nullptr;
   void* d_out = nullptr;  // of gelu's backward: the gradient of gelu(x), which gelu(x) replaces where `again`
