@@ -110,7 +110,9 @@ TEST(Device, RanksTakeTheGpusInTurn) {
   const int gpus = gpu_count();
   for (int rank = 0; rank < 2 * gpus; ++rank)
     EXPECT_EQ(local_device({.local_rank = rank}), c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(rank % gpus)));
-  if (gpus == 0) EXPECT_EQ(local_device({}, log), c10::Device(c10::kCPU));
+  if (gpus == 0) {
+    EXPECT_EQ(local_device({}, log), c10::Device(c10::kCPU));
+  }
 }
 
 TEST(Gpu, SpinOccupiesItsStreamForAsLongAsAsked) {
