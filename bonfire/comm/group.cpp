@@ -108,11 +108,11 @@ class WatchedState : public Work::State {
   void wait() override {
     const ProgressBoard::Waiting waiting(progress_.get());
     auto patience = alarm_->known() ? std::chrono::milliseconds(0) : std::chrono::milliseconds(1000);
-    for (; !work_.wait_for(patience); patience = std::min(2 * patience, std::chrono::milliseconds(4000))) alarm_->ask();
+    for (; !wait_or_hear(patience); patience = std::min(2 * patience, std::chrono::milliseconds(4000))) alarm_->ask();
   }
   bool wait_for(std::chrono::milliseconds time) override {
     const ProgressBoard::Waiting waiting(progress_.get());
-    return work_.wait_for(time);
+    return wait_or_hear(time);
   }
   bool done() override { return work_.done(); }
   std::function<bool()> ending() override { return work_.state()->ending(); }
@@ -121,6 +121,25 @@ class WatchedState : public Work::State {
   }
 
  private:
+  // A rank that failed may be gone already. Its words say more than a closed connection.
+  bool wait_or_hear(std::chrono::milliseconds time) {
+    try {
+      return work_.wait_for(time);
+    } catch (const std::exception&) {
+      hear();
+      throw;
+    }
+  }
+  void hear() {
+    try {
+      alarm_->ask();
+    } catch (const PeerLost&) {
+      throw;
+    } catch (const std::exception&) {
+      // The store is gone as well.
+    }
+  }
+
   Work work_;
   std::shared_ptr<ProgressBoard> progress_;
   std::shared_ptr<Alarm> alarm_;

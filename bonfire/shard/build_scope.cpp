@@ -21,7 +21,8 @@ void collect(torch::nn::Module& module, const std::string& path, Without without
     const auto& tensor = item.value();
     const bool met =
         std::any_of(into.begin(), into.end(), [&](const NamedTensor& one) { return one.tensor.is_same(tensor); });
-    if (tensor.defined() && tensor.is_floating_point() && !met) into.push_back({path + item.key(), tensor});
+    if (tensor.defined() && tensor.is_floating_point() && tensor.numel() > 0 && !met)
+      into.push_back({path + item.key(), tensor});
   }
   for (const auto& child : module.named_children()) {
     const UnitSeam* const unit = unit_of(*child.value(), module);

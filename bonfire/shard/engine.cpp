@@ -175,6 +175,15 @@ void Engine::State::scale_gradients() {
     for (auto& share : flat->trained()) share.gradient.mul_(factor);
 }
 
+// What was frozen or thawed moves when a pass begins. One that is under way has forwards that go by the old order.
+void Engine::State::require_same_training() const {
+  for (const auto& parameter : parameters)
+    require(parameter.trained == parameter.tensor.requires_grad(),
+            "parameter '{}' was {} after a forward with gradients whose backward has not come: do that after "
+            "Engine::backward or Engine::accumulate, or repeat the forward",
+            parameter.name, parameter.trained ? "frozen" : "thawed");
+}
+
 void Engine::State::run_backward(const at::Tensor& loss, bool is_last, const BackwardOptions& how) {
   require(!options.driven, "Engine::backward of a module that a schedule runs (driven)");
   for (const auto& flat : flats) flat->require_intact();
@@ -182,6 +191,7 @@ void Engine::State::run_backward(const at::Tensor& loss, bool is_last, const Bac
   announce_backward(is_last);
   begin_backward(is_last);
   try {
+    require_same_training();
     {
       const TraceScope span(options.trace, "backward", "compute", "compute");
       loss.backward(/*gradient=*/{}, how.retain_graph);

@@ -90,6 +90,7 @@ struct Engine::State {
   void launch_ready();
   void end_backward();
   void run_backward(const at::Tensor& loss, bool last, const BackwardOptions& how);
+  void require_same_training() const;
   void abandon_backward(const std::string& words);
   void end_step();
   void broadcast_buffers();

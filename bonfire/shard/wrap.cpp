@@ -128,7 +128,8 @@ bool Survey::wants(const Entry& unit) const {
 
 void Survey::meet(const std::string& name, const at::Tensor& tensor, const Place& place) {
   parameter_paths_.push_back(name);
-  if (!tensor.defined() || !tensor.is_floating_point()) return;
+  // One without elements has nothing to shard, to reduce or to update.
+  if (!tensor.defined() || !tensor.is_floating_point() || tensor.numel() == 0) return;
   auto [at, fresh] = by_tensor_.try_emplace(tensor.unsafeGetTensorImpl(), parameters_.size());
   if (fresh && tensor.has_storage() && tensor.numel() > 0) {
     const auto [same, first] =

@@ -107,10 +107,16 @@ Verdict verdict_of(const EngineCase& each) {
   if (options.reshard_ranks > 0 && each.factor % options.reshard_ranks != 0) return Verdict::refused;
   if (options.offload == Offload::parameters && each.factor > 1 && options.what != Sharded::parameters)
     return Verdict::refused;
+  if (options.wrap == Wrap::apart && each.comes_and_goes()) return Verdict::refused;
   if (options.wrap == Wrap::unknown_type || options.wrap == Wrap::two_at_once) return Verdict::refused;
   if (options.wrap == Wrap::types && !has_mark(root, Mark::beta)) return Verdict::refused;
   if (each.comes_and_goes() && root.mark == Mark::plain) return Verdict::refused;
   if (is_strange(root)) return Verdict::either;
+  // Freezing is refused between a forward with gradients and its backward, and nobody tells that none will come.
+  const auto any = [&](auto&& is) { return std::any_of(each.script.begin(), each.script.end(), is); };
+  if (any([](const Event& event) { return event.act == Act::drop; }) &&
+      any([](const Event& event) { return event.frozen > 0; }))
+    return Verdict::either;
   return Verdict::works;
 }
 

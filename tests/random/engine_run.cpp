@@ -101,11 +101,11 @@ class Trainee {
         return;
       case Act::accumulate_step:
         for (int number = 0; number < event.microbatches; ++number) differentiate({at, rank_, number}, false);
-        must_throw(at, "a step after accumulate alone", [&] { optimizer_->step(step_options()); });
+        step_must_throw(at, "a step after accumulate alone");
         // The error has changed nothing.
         differentiate({at, rank_, event.microbatches}, true);
         return step(at);
-      case Act::step_alone: return must_throw(at, "a step without a backward", [&] { optimizer_->step(step_options()); });
+      case Act::step_alone: return step_must_throw(at, "a step without a backward");
       case Act::evaluate: {
         const at::NoGradGuard no_grad;
         const auto output = model_->forward(input_of(each_, here), context_of(each_, here))[0];
@@ -126,7 +126,7 @@ class Trainee {
         auto context = context_of(each_, here);
         context.throws = Context::Throws::in_forward;
         must_throw(at, "a forward that throws", [&] { model_->forward(input_of(each_, here), context); });
-        return must_throw(at, "a step after a forward that threw", [&] { optimizer_->step(step_options()); });
+        return step_must_throw(at, "a step after a forward that threw");
       }
       case Act::throw_backward: {
         for (int number = 0; number + 1 < event.microbatches; ++number) differentiate({at, rank_, number}, false, true);
@@ -134,7 +134,7 @@ class Trainee {
         context.throws = Context::Throws::in_backward;
         const auto loss = loss_of(each_, model_->forward(input_of(each_, here), context), here, false);
         must_throw(at, "a backward that throws", [&] { engine_->backward(loss); });
-        return must_throw(at, "a step after a backward that threw", [&] { optimizer_->step(step_options()); });
+        return step_must_throw(at, "a step after a backward that threw");
       }
       case Act::throw_on_one: return throw_on_one(at);
     }
@@ -197,6 +197,15 @@ class Trainee {
       return;
     }
     throw Mismatch(fmt::format("event {}: {} was not refused", at, what));
+  }
+
+  // Where nothing is trained there is nothing to wait for.
+  void step_must_throw(int at, const char* what) {
+    const bool ignores = each_.options.wrap == Wrap::ignored;
+    for (const auto& item : model_->named_parameters())
+      if (item.value().requires_grad() && item.value().numel() > 0 &&
+          !(ignores && plain_.names.at(item.key()) == plain_.chosen))
+        return must_throw(at, what, [&] { optimizer_->step(step_options()); });
   }
 
   void set_frozen(int pattern) {

@@ -75,6 +75,10 @@ void freeze(const EngineCase& each, torch::nn::Module& model, const Names& names
     item.value().set_requires_grad(random.fork(names.at(item.key())).below(0, 3) != 0);
 }
 
-std::string chosen_name(const torch::nn::Module& model) { return model.named_parameters().front().key(); }
+std::string chosen_name(const torch::nn::Module& model) {
+  for (const auto& item : model.named_parameters())
+    if (item.value().numel() > 0) return item.key();
+  return model.named_parameters().front().key();
+}
 
 }  // namespace bonfire::cases
