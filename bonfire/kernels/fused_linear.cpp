@@ -32,7 +32,8 @@ void require_options(const char* op, const Tensor& x, std::int64_t in, const Ten
   require_sizes({op, "weight", weight}, {any_size, in}, x);
   if (options.bias.defined()) require_sizes({op, "bias", options.bias}, {weight.size(0)}, x);
   if (options.residual.defined()) require_sizes({op, "residual", options.residual}, with_last(x, weight.size(0)), x);
-  if (options.active.defined()) require_sizes({op, "active", options.active}, with_last(x, in), x);
+  // Whoever made it may have made it of rows.
+  if (options.active.defined()) require_sizes({op, "active", as_rows(options.active)}, {as_rows(x).size(0), in}, x);
 }
 
 // A node whose next edges are those inputs that are defined. `undefined` ones keep their place in none of its lists.

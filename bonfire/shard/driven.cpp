@@ -40,6 +40,8 @@ void Engine::finish_gradients() {
   if (state.gradients == State::Gradients::whole) return;
   if (state.residency) state.residency->end_pass();
   state.reducer->end();
+  // Also where no gradient came, because everything is frozen.
+  state.last = true;
   state.end_step();
 }
 

@@ -256,8 +256,6 @@ void Engine::spend_gradients(const GradientUse& use) {
 
 void Engine::require_gradients() const {
   using Gradients = State::Gradients;
-  const auto& parameters = state_->parameters;
-  if (std::none_of(parameters.begin(), parameters.end(), [](const auto& parameter) { return parameter.trained; })) return;
   switch (state_->gradients) {
     case Gradients::whole: return;
     case Gradients::none: fail("an update before any backward: call engine.backward(loss) first");

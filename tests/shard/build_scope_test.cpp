@@ -129,7 +129,7 @@ TEST(BuildScope, NeedsTheSharesAndOneUnit) {
     compute = compute == plan::Dtype::fp32 ? plan::Dtype::bf16 : plan::Dtype::fp32;  // turn by turn
     const auto model = plan::describe(spec);
     const plan::DataParallel layout{.shard = ranks, .what = Sharded::parameters, .compute = compute};
-    ShardOptions options{.what = Sharded::parameters};
+    ShardOptions options{.what = Sharded::parameters, .start = Start::check};
     if (compute != plan::Dtype::fp32) options.precision.parameters = at::kBFloat16;
     const auto needed = peak_of_build(model, layout), most = needed + fingerprints(model, ranks);
 
