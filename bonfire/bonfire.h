@@ -24,4 +24,5 @@
 #include "bonfire/optim/optimizer.h"
 #include "bonfire/shard/build_scope.h"
 #include "bonfire/shard/engine.h"
+#include "bonfire/shard/mean_scale.h"
 #include "bonfire/shard/wrap.h"

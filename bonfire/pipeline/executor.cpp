@@ -34,7 +34,7 @@ Engine::GradientPass pass_of(const std::vector<Action>& row, std::size_t at) {
 }  // namespace
 
 Executor::Executor(const schedule::Schedule& table, int rank, Stages& stages, const Links& links, const Ties& ties)
-    : stages_(stages), links_(links), ties_(ties) {
+    : stages_(stages), links_(links), ties_(ties), inbox_(links) {
   const schedule::Index index(table);
   const auto& row = table.rows[static_cast<std::size_t>(rank)];
   std::set<int> tied;
@@ -61,6 +61,7 @@ at::Tensor Executor::run(const Step& step) {
       execute(row_[at], at, step);
       if (step.observe) step.observe(row_[at].action, false);
       executed_.push_back({row_[at].action, start, now_ns()});
+      inbox_.progress();
       drop_sent();
     }
     for (auto& sent : sent_) sent.work.wait();
@@ -75,9 +76,7 @@ at::Tensor Executor::run(const Step& step) {
 // Before the cell begins, so that the time of a computation is its own.
 void Executor::await_arrival(const Action& action) {
   const bool reads_gradients = schedule::makes_input_gradient(action.kind);
-  if (!reads_gradients && action.kind != Kind::forward) return;
-  auto& from = reads_gradients ? gradients_ : values_;
-  if (const auto parcel = from.find({action.stage, action.microbatch}); parcel != from.end()) parcel->second.arrival.wait();
+  if (reads_gradients || action.kind == Kind::forward) inbox_.await({action.stage, action.microbatch}, !reads_gradients);
 }
 
 void Executor::execute(const Cell& cell, std::size_t at, const Step& step) {
@@ -88,8 +87,8 @@ void Executor::execute(const Cell& cell, std::size_t at, const Step& step) {
     case Kind::backward:
     case Kind::input_gradient:
     case Kind::weight_gradient: return backward(cell, step);
-    case Kind::send_forward: return send(cell, outputs_);
-    case Kind::send_backward: return send(cell, input_gradients_);
+    case Kind::send_forward: return send(cell, outputs_, step);
+    case Kind::send_backward: return send(cell, input_gradients_, step);
     case Kind::receive_forward:
     case Kind::receive_backward: return receive(cell, at, step);
     case Kind::unshard: return engine.unshard();
@@ -109,30 +108,25 @@ void Executor::execute(const Cell& cell, std::size_t at, const Step& step) {
   }
 }
 
-double Executor::weight_of(int microbatch, const Step& step) const {
-  std::int64_t all = 0;
-  for (const auto& each : step.microbatches) all += each.counts ? each.samples() : 0;
-  const auto& of = step.microbatches[static_cast<std::size_t>(microbatch)];
-  return of.counts ? static_cast<double>(of.samples()) / static_cast<double>(all) : 0;
-}
-
 void Executor::forward(const Cell& cell, const Step& step) {
   const auto [number, kind, at] = cell.action;
   Stage& stage = *stages_.at(number);
   const auto& microbatch = step.microbatches[static_cast<std::size_t>(at)];
-  Tensors values = stage.place().first() ? microbatch.input : take(values_, {number, at});
+  Tensors values = stage.place().first() ? microbatch.input : inbox_.take({number, at}, /*values=*/true);
   Tensors outputs =
-      differentiates_ ? stage.forward(at, std::move(values), microbatch) : stage.evaluate(std::move(values), microbatch);
+      differentiates_ ? stage.forward(at, std::move(values), microbatch) : stage.evaluate(at, std::move(values), microbatch);
   int live = 0;
   for (const auto& [other, each] : stages_) live += each->live();
   peak_ = std::max(peak_, live);
   if (stage.place().last()) {
     const at::NoGradGuard no_grad;
     for (auto& output : outputs) output = output.detach().to(at::kDouble).reshape(at::IntArrayRef());
-    const auto numbers = at::stack(outputs).mul_(weight_of(at, step));
+    auto numbers = at::stack(outputs);
+    const double weight = step.weights[static_cast<std::size_t>(at)];
+    weight == 0 ? numbers.zero_() : numbers.mul_(weight);
     sums_ = sums_.defined() ? sums_.add_(numbers) : numbers;
   } else if (stages_.contains(number + 1)) {
-    values_[{number + 1, at}] = {std::move(outputs)};
+    inbox_.put({number + 1, at}, /*values=*/true, std::move(outputs));
   } else {
     for (auto& output : outputs) output = output.contiguous();
     outputs_[{number, at}] = std::move(outputs);
@@ -141,11 +135,11 @@ void Executor::forward(const Cell& cell, const Step& step) {
 
 Tensors Executor::gradients_for(Stage& stage, int microbatch, const Step& step) {
   if (const Slot slot{stage.place().number, microbatch}; !stage.place().last()) {
-    auto gradients = take(gradients_, slot);
+    auto gradients = inbox_.take(slot, /*values=*/false);
     drop_values(slot);
     return gradients;
   }
-  return {stage.loss_gradient(microbatch, weight_of(microbatch, step) * step.loss_scale)};
+  return {stage.loss_gradient(microbatch, step.weights[static_cast<std::size_t>(microbatch)] * step.loss_scale)};
 }
 
 void Executor::backward(const Cell& cell, const Step& step) {
@@ -156,36 +150,35 @@ void Executor::backward(const Cell& cell, const Step& step) {
   Tensors made = kind == Kind::backward ? stage.backward(at, given, cell.pass) : stage.input_gradient(at, given);
   if (stage.place().first()) return;
   if (stages_.contains(number - 1))
-    gradients_[{number - 1, at}] = {std::move(made)};
+    inbox_.put({number - 1, at}, /*values=*/false, std::move(made));
   else
     input_gradients_[{number, at}] = std::move(made);
 }
 
-void Executor::send(const Cell& cell, std::map<Slot, Tensors>& from) {
+void Executor::send(const Cell& cell, std::map<Slot, Tensors>& from, const Step& step) {
   const auto node = from.extract({cell.action.stage, cell.action.microbatch});
   require(!node.empty(), "{}: there is nothing to send yet", schedule::to_text(cell.action));
-  sent_.push_back({.slot = node.key(),
-                   .values = cell.action.kind == Kind::send_forward,
-                   .work = links_.send(node.mapped(), cell.peer),
-                   .tensors = node.mapped()});
+  const bool values = cell.action.kind == Kind::send_forward;
+  const auto send = [&](const Tensors& tensors) {
+    sent_.push_back({.slot = node.key(), .values = values, .work = links_.send(tensors, cell.peer), .tensors = tensors});
+  };
+  Stage& stage = *stages_.at(cell.action.stage);
+  if (const auto form = form_of(step.microbatches[static_cast<std::size_t>(cell.action.microbatch)]);
+      values && stage.announces_outgoing(form))
+    send({links_.announcement(stage.outgoing(form))});
+  send(node.mapped());
 }
 
 void Executor::receive(const Cell& cell, std::size_t at, const Step& step) {
-  const auto [number, kind, microbatch] = cell.action;
-  const Stage& stage = *stages_.at(number);
-  const bool values = kind == Kind::receive_forward;
-  const Crossing& crossing = values ? stage.incoming() : stage.returning();
-  const auto samples = step.microbatches[static_cast<std::size_t>(microbatch)].samples();
-  Parcel parcel{links_.room(crossing, samples, static_cast<std::int64_t>(at))};
-  parcel.arrival = links_.receive(parcel.tensors, cell.peer);
-  (values ? values_ : gradients_)[{number, microbatch}] = std::move(parcel);
-}
-
-Tensors Executor::take(std::map<Slot, Parcel>& from, const Slot& slot) {
-  auto node = from.extract(slot);
-  require(!node.empty(), "stage {}, microbatch {}: what it reads has not been received", slot.first, slot.second);
-  node.mapped().arrival.wait();
-  return std::move(node.mapped().tensors);
+  const auto [number, kind, number_of_microbatch] = cell.action;
+  const auto& microbatch = step.microbatches[static_cast<std::size_t>(number_of_microbatch)];
+  inbox_.expect({.stage = *stages_.at(number),
+                 .microbatch = number_of_microbatch,
+                 .values = kind == Kind::receive_forward,
+                 .from = cell.peer,
+                 .samples = microbatch.samples(),
+                 .form = form_of(microbatch),
+                 .place = static_cast<std::int64_t>(at)});
 }
 
 void Executor::drop_sent() {
@@ -206,13 +199,13 @@ void Executor::drop_values(const Slot& slot) {
 }
 
 void Executor::forget(const std::string& why) {
-  values_.clear();
-  gradients_.clear();
+  inbox_.clear();
   outputs_.clear();
   input_gradients_.clear();
   sent_.clear();
   for (auto& [number, stage] : stages_) {
     stage->forget();
+    stage->forget_forms();
     if (differentiates_) stage->engine().abandon_gradients(why);
     stage->engine().reshard();
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bonfire/pipeline/executed.h"
+#include "bonfire/pipeline/inbox.h"
 #include "bonfire/pipeline/links.h"
 #include "bonfire/pipeline/stage.h"
 #include "bonfire/pipeline/tied.h"
@@ -25,11 +26,13 @@ class Executor {
 
   struct Step {
     const std::vector<Microbatch>& microbatches;
-    double loss_scale = 1;                    // gradients are those of so many times the loss
+    std::vector<double> weights;              // of each, in the mean
+    double loss_scale = 1;                    // gradients are those of so many times the mean
     std::function<void(int stage)> update{};  // called in update cells, with the gradients of the stage complete
     CellObserver observe{};
   };
-  // The weighted means, by samples, of what the last stage returned; empty on other ranks. Collective.
+  // The weighted means of what the last stage returned; empty on other ranks. What weighs nothing is left out, whatever it
+  // is. Collective.
   at::Tensor run(const Step& step);
 
   // Of the last run.
@@ -43,12 +46,7 @@ class Executor {
     Engine::GradientPass pass{};  // of a backward, or its weight half
     bool first_of_tie = false;
   };
-  // What came, or is to be read by a neighbour stage of this rank.
-  struct Parcel {
-    Tensors tensors;
-    Work arrival{};
-  };
-  using Slot = std::pair<int, int>;  // stage and microbatch
+  using Slot = Inbox::Slot;
 
   // What goes to another rank is kept until it is there.
   struct Sent {
@@ -62,11 +60,9 @@ class Executor {
   void execute(const Cell& cell, std::size_t at, const Step& step);
   void forward(const Cell& cell, const Step& step);
   void backward(const Cell& cell, const Step& step);
-  void send(const Cell& cell, std::map<Slot, Tensors>& from);
+  void send(const Cell& cell, std::map<Slot, Tensors>& from, const Step& step);
   void receive(const Cell& cell, std::size_t at, const Step& step);
-  Tensors take(std::map<Slot, Parcel>& from, const Slot& slot);
   Tensors gradients_for(Stage& stage, int microbatch, const Step& step);
-  double weight_of(int microbatch, const Step& step) const;
   void drop_sent();
   void drop_values(const Slot& slot);
   void forget(const std::string& why);
@@ -77,7 +73,7 @@ class Executor {
   std::vector<Cell> row_;
   bool differentiates_ = false;
 
-  std::map<Slot, Parcel> values_, gradients_;          // that a stage is to read
+  Inbox inbox_;                                        // what a stage is to read
   std::map<Slot, Tensors> outputs_, input_gradients_;  // that a stage has made for another rank
   std::vector<Sent> sent_;
   at::Tensor sums_;

@@ -59,8 +59,8 @@ class Walk {
     return found != leads_.end() && found->second;
   }
   bool stop(const Node* node) const { return stops_.contains(node); }
-  // Operations on the way, without those where it ends.
-  const std::vector<Node*>& operations() const { return operations_; }
+  // Operations on the way, without those where it ends. They live as long as this does, whatever is cut.
+  const std::vector<std::shared_ptr<Node>>& operations() const { return operations_; }
   // One of our layers, all of whose other ways lead to the end, so that its parameters' gradients alone are left to make.
   BackwardNode* our_layer(Node& node) const {
     auto* const layer = dynamic_cast<BackwardNode*>(&node);
@@ -120,7 +120,7 @@ class Walk {
       bool leads = false;
       for (const auto& edge : node->next_edges()) leads = leads || (edge.is_valid() && leads_[edge.function.get()]);
       leads_[node] = leads;
-      if (leads) operations_.push_back(node);
+      if (leads) operations_.push_back(node->getptr());
       path.pop_back();
     }
   }
@@ -128,7 +128,7 @@ class Walk {
   edge_list ends_;
   std::unordered_set<const Node*> stops_;
   std::unordered_map<const Node*, bool> leads_;
-  std::vector<Node*> operations_;
+  std::vector<std::shared_ptr<Node>> operations_;
 };
 
 void add_entries(WeightGradients& later, const std::shared_ptr<Node>& node, const variable_list& gradients) {
@@ -182,9 +182,9 @@ Tensors input_half(const ForwardGraph& graph, const Tensors& gradients, WeightGr
     (now ? given : later.gradients).push_back(gradients[at]);
   }
   later.put_off = std::make_shared<WeightQueue>();
-  std::vector<std::pair<Node*, std::shared_ptr<variable_list>>> kept;
-  std::vector<Node*> done;
-  for (Node* const node : walk.operations())
+  std::vector<std::pair<std::shared_ptr<Node>, std::shared_ptr<variable_list>>> kept;
+  std::vector<std::shared_ptr<Node>> done;
+  for (const auto& node : walk.operations())
     if (BackwardNode* const layer = walk.our_layer(*node)) {
       layer->put_off(later.put_off);
     } else if (!walk.has_parameters(*node)) {
@@ -196,13 +196,13 @@ Tensors input_half(const ForwardGraph& graph, const Tensors& gradients, WeightGr
   Tensors ends = roots.empty() ? Tensors(walk.ends().size()) : execute(roots, given, /*keep_graph=*/true, &walk.ends());
 
   for (const auto& [node, seen] : kept) {
-    add_entries(later, node->getptr(), *seen);
+    add_entries(later, node, *seen);
     // They have seen these gradients.
     node->pre_hooks().clear();
     node->tensor_pre_hooks().clear();
     cut(*node, walk);
   }
-  for (Node* const node : done) node->release_variables();
+  for (const auto& node : done) node->release_variables();
   if (!graph.inputs.empty()) return ends;
   for (std::size_t at = 0; at < ends.size(); ++at)
     if (ends[at].defined()) later.entries.push_back(walk.ends()[at]), later.gradients.push_back(ends[at]);
@@ -224,11 +224,12 @@ void weight_half(WeightGradients later) {
 
 std::string unsplittable(const ForwardGraph& graph) {
   const Walk walk(graph);
-  for (const Node* const node : walk.operations()) {
+  for (const auto& operation : walk.operations()) {
+    const Node& node = *operation;
     // A Function of a user's has one backward for everything.
-    const std::string name = c10::demangle(typeid(*node).name());
+    const std::string name = c10::demangle(typeid(node).name());
     constexpr std::string_view opaque = "torch::autograd::CppNode<";
-    if (!walk.has_parameters(*node) || !name.starts_with(opaque)) continue;
+    if (!walk.has_parameters(node) || !name.starts_with(opaque)) continue;
     return name.substr(opaque.size(), name.size() - opaque.size() - 1);
   }
   return {};

@@ -1,6 +1,8 @@
 #include "bonfire/pipeline/links.h"
 
+#include <algorithm>
 #include <set>
+#include <sstream>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
@@ -10,6 +12,11 @@
 #include "bonfire/base/error.h"
 
 namespace bonfire {
+namespace {
+
+constexpr std::int64_t announcement_bytes = 2048;
+
+}  // namespace
 
 std::vector<std::int64_t> CrossingValue::sizes(std::int64_t samples) const {
   std::vector<std::int64_t> all{per_sample * samples};
@@ -24,6 +31,34 @@ std::string to_string(const Crossing& crossing) {
                                 value.per_sample == 1 ? "" : fmt::format("{}", value.per_sample),
                                 value.rest.empty() ? "" : ", ", fmt::join(value.rest, ", ")));
   return words.empty() ? "nothing" : fmt::format("{}", fmt::join(words, ", "));
+}
+
+std::string to_words(const Crossing& crossing) {
+  std::ostringstream words;
+  words << crossing.size();
+  for (const auto& value : crossing) {
+    words << ' ' << value.per_sample << ' ' << static_cast<int>(value.type) << ' ' << value.differentiable << ' '
+          << value.rest.size();
+    for (const auto size : value.rest) words << ' ' << size;
+  }
+  return words.str();
+}
+
+Crossing from_words(const std::string& text) {
+  std::istringstream words(text);
+  std::size_t count = 0;
+  words >> count;
+  Crossing crossing(count);
+  for (auto& value : crossing) {
+    int type = 0;
+    std::size_t dims = 0;
+    words >> value.per_sample >> type >> value.differentiable >> dims;
+    value.type = static_cast<at::ScalarType>(type);
+    value.rest.resize(dims);
+    for (auto& size : value.rest) words >> size;
+  }
+  require(!words.fail(), "shapes that another rank has sent cannot be read: '{}'", text);
+  return crossing;
 }
 
 Links::Links(const Mesh& mesh, const schedule::Schedule& table, at::Device device)
@@ -60,6 +95,25 @@ Work Links::receive(const Tensors& tensors, int from) const {
   std::vector<Message> messages;
   for (const auto& tensor : tensors) messages.push_back({Message::Way::receive, tensor, 0});
   return way(from, rank_).batch(messages);
+}
+
+at::Tensor Links::room_for_announcement() const {
+  return at::zeros({announcement_bytes}, at::TensorOptions(at::kByte).device(pool_->device()));
+}
+
+at::Tensor Links::announcement(const Crossing& crossing) const {
+  const auto words = to_words(crossing);
+  require(static_cast<std::int64_t>(words.size()) <= announcement_bytes,
+          "the shapes of {} values that go to the next stage take {} bytes to write down; allowed: {}", crossing.size(),
+          words.size(), announcement_bytes);
+  auto bytes = at::zeros({announcement_bytes}, at::kByte);
+  std::copy(words.begin(), words.end(), bytes.data_ptr<std::uint8_t>());
+  return bytes.to(pool_->device());
+}
+
+Crossing Links::read(const at::Tensor& announcement) {
+  const auto here = announcement.cpu();
+  return from_words({here.data_ptr<std::uint8_t>(), here.data_ptr<std::uint8_t>() + here.numel()});
 }
 
 Tensors Links::room(const Crossing& crossing, std::int64_t samples, std::int64_t place) const {

@@ -30,6 +30,9 @@ struct CrossingValue {
 using Crossing = std::vector<CrossingValue>;
 
 std::string to_string(const Crossing& crossing);
+// As words that another rank can read, and back.
+std::string to_words(const Crossing& crossing);
+Crossing from_words(const std::string& words);
 
 // The messages of a pipeline rank: a communicator for each direction of each pair of ranks that exchange any, so that a
 // message waits for those before it on its own way and for no other.
@@ -41,6 +44,11 @@ class Links {
   // All tensors of a message as one operation. They must be contiguous.
   Work send(const Tensors& tensors, int to) const;
   Work receive(const Tensors& tensors, int from) const;
+  // A message that says what the next one on its way holds, for a receiver that cannot know: always of one size.
+  at::Tensor room_for_announcement() const;
+  at::Tensor announcement(const Crossing& crossing) const;
+  // Host: waits for the device.
+  static Crossing read(const at::Tensor& announcement);
   // Memory for a message, from a pool: it goes back when nothing uses it any more. `place` names where in the step it is.
   Tensors room(const Crossing& crossing, std::int64_t samples, std::int64_t place) const;
   std::int64_t pool_bytes() const { return pool_->bytes(); }

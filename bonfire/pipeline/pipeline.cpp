@@ -1,7 +1,8 @@
 #include "bonfire/pipeline/pipeline.h"
 
 #include <algorithm>
-#include <sstream>
+#include <cmath>
+#include <string>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -10,6 +11,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/pipeline/executor.h"
+#include "bonfire/pipeline/form.h"
 #include "bonfire/pipeline/hear.h"
 #include "bonfire/pipeline/links.h"
 #include "bonfire/pipeline/stage.h"
@@ -50,33 +52,27 @@ bool splits_backward(const schedule::Schedule& table) {
   return false;
 }
 
-// What a stage found out in its probe, as words.
-std::string to_words(const Crossing& crossing, int reports) {
-  std::ostringstream words;
-  words << "ok " << reports << ' ' << crossing.size();
-  for (const auto& value : crossing) {
-    words << ' ' << value.per_sample << ' ' << static_cast<int>(value.type) << ' ' << value.differentiable << ' '
-          << value.rest.size();
-    for (const auto size : value.rest) words << ' ' << size;
-  }
-  return words.str();
-}
+// What microbatches weigh in the mean over all of them.
+struct Weights {
+  std::vector<double> each;
+  double total = 0;   // of what was said, or of samples
+  bool said = false;  // by the microbatches themselves
+};
 
-Crossing from_words(const std::string& text, int& reports) {
-  std::istringstream words(text);
-  std::string ok;
-  std::size_t count = 0;
-  words >> ok >> reports >> count;
-  Crossing crossing(count);
-  for (auto& value : crossing) {
-    int type = 0;
-    std::size_t dims = 0;
-    words >> value.per_sample >> type >> value.differentiable >> dims;
-    value.type = static_cast<at::ScalarType>(type);
-    value.rest.resize(dims);
-    for (auto& size : value.rest) words >> size;
+Weights weights_of(const std::vector<Microbatch>& microbatches) {
+  Weights weights{.said = microbatches.front().weight.has_value()};
+  for (std::size_t at = 0; at < microbatches.size(); ++at) {
+    const auto& weight = microbatches[at].weight;
+    require(weight.has_value() == weights.said,
+            "microbatch {} has {} weight, and microbatch 0 has {}; allowed: all of them, or none", at, weight ? "a" : "no",
+            weights.said ? "one" : "none");
+    require(!weight || (std::isfinite(*weight) && *weight >= 0), "microbatch {} has a weight of {}; allowed: 0 and more", at,
+            weight.value_or(0));
+    weights.each.push_back(weight ? *weight : static_cast<double>(microbatches[at].samples()));
+    weights.total += weights.each.back();
   }
-  return crossing;
+  for (auto& weight : weights.each) weight = weights.total > 0 ? weight / weights.total : 0;
+  return weights;
 }
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
@@ -85,9 +81,26 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 
 schedule::Schedule pipeline_table(const Chain& chain, const PipelineOptions& options, const DataRanks& ranks) {
   auto table = schedule::lower(options.schedule, lowering(chain, options, ranks));
-  schedule::validate(table, options.schedule_name);
+  const auto factors = plan::factors_of(options.shard.what, ranks.shard, options.shard.accumulation);
+  schedule::validate(table, options.schedule_name,
+                     {// Only a rank's own part of a whole gradient is averaged.
+                      .reduces_once = factors.optimizer > factors.gradients,
+                      .one_rank_per_stage = true,
+                      .tied = lowering(chain, options, ranks).tied});
   return table;
 }
+
+namespace {
+
+schedule::Schedule table_for(const Mesh& mesh, const Chain& chain, const PipelineOptions& options) {
+  const auto& shape = mesh.shape();
+  if (options.schedule.ranks() != shape.pipeline)
+    fail_config("schedule {} is for {} pipeline ranks; the mesh has {}", options.schedule_name, options.schedule.ranks(),
+                shape.pipeline);
+  return pipeline_table(chain, options, {shape.replicate, shape.shard});
+}
+
+}  // namespace
 
 struct Pipeline::State {
   State(const Mesh& on, Chain given, PipelineOptions asked);
@@ -97,7 +110,7 @@ struct Pipeline::State {
   void agree(const Microbatch& microbatch);
   std::string probe(int stage, const Crossing& incoming, Tensors& values, const Microbatch& microbatch);
   Executor& evaluator(int microbatches);
-  PipelineReport tell_all(const at::Tensor& sums);
+  PipelineReport tell_all(const at::Tensor& sums, double weight);
 
   Mesh mesh;
   Chain chain;
@@ -125,29 +138,29 @@ Pipeline::State::State(const Mesh& on, Chain given, PipelineOptions asked)
       options(std::move(asked)),
       ranges(stages_of(chain, options)),
       how(lowering(chain, options, {mesh.shape().replicate, mesh.shape().shard})),
-      table(pipeline_table(chain, options, {mesh.shape().replicate, mesh.shape().shard})),
+      table(table_for(mesh, chain, options)),
       index(table),
-      ties(mesh, tie_groups(chain, ranges), table) {
-  if (table.ranks() != mesh.shape().pipeline)
-    fail_config("schedule {} is for {} pipeline ranks; the mesh has {}", options.schedule_name, table.ranks(),
-                mesh.shape().pipeline);
+      ties(mesh, chain, ranges, table) {
   std::map<int, torch::nn::Module*> modules;
   for (int stage = 0; stage < table.stages; ++stage) {
     if (rank_of(stage) != mesh.coordinate(Axis::pipeline)) continue;
     local.push_back(stage);
     auto module = chain.build(ranges[static_cast<std::size_t>(stage)]);
+    if (const auto parameters = module.module->parameters(); !parameters.empty()) device = parameters.front().device();
     modules.emplace(stage, module.module.get());
     built.emplace(stage, std::move(module));
   }
-  ties.begin_equal(modules);
+  ties.begin_equal(modules, device);
+  std::map<int, Engine*> engines;
   for (auto& [stage, module] : built) {
     auto shard = options.shard;
     for (const auto& group : ties.groups())
       if (group.names.contains(stage)) shard.wrapping.apart.push_back(group.of(stage));
     const Stage::Place place{.number = stage, .stages = table.stages, .units = ranges[static_cast<std::size_t>(stage)]};
     stages.emplace(stage, std::make_unique<Stage>(place, module, mesh, std::move(shard)));
-    if (const auto parameters = module.module->parameters(); !parameters.empty()) device = parameters.front().device();
+    engines.emplace(stage, &stages.at(stage)->engine());
   }
+  ties.require_same_layout(engines, device);
   links = std::make_unique<Links>(mesh, table, device);
   training = std::make_unique<Executor>(table, mesh.coordinate(Axis::pipeline), stages, *links, ties);
   if (options.example) agree(*std::exchange(options.example, std::nullopt));
@@ -159,7 +172,7 @@ std::string Pipeline::State::probe(int number, const Crossing& incoming, Tensors
   stage.engine().unshard();
   try {
     values = stage.probe({.incoming = incoming, .split = splits_backward(table)}, values, microbatch);
-    words = to_words(stage.outgoing(), stage.reports());
+    words = fmt::format("ok {} {}", stage.reports(), to_words(stage.outgoing(form_of(microbatch))));
   } catch (const ConfigError& error) {
     words = error.what();
   } catch (const std::exception& error) {
@@ -181,7 +194,9 @@ void Pipeline::State::agree(const Microbatch& microbatch) {
     if (at == me) words = probe(stage, incoming, values, microbatch);
     words = hear(pipeline(), words, at, device);
     if (!words.starts_with("ok ")) fail_config("{}", words);
-    incoming = from_words(words, reports);
+    const auto shapes = words.find(' ', 3);
+    reports = std::stoi(words.substr(3, shapes - 3));
+    incoming = from_words(words.substr(shapes + 1));
     if (stage + 1 == table.stages) break;
     const int next = rank_of(stage + 1);
     if (at == next) continue;
@@ -194,12 +209,12 @@ void Pipeline::State::agree(const Microbatch& microbatch) {
   agreed = true;
 }
 
-PipelineReport Pipeline::State::tell_all(const at::Tensor& sums) {
+PipelineReport Pipeline::State::tell_all(const at::Tensor& sums, double weight) {
   auto numbers = sums.defined() ? sums : at::zeros({reports}, at::TensorOptions(at::kDouble).device(device));
   pipeline().broadcast(numbers, rank_of(table.stages - 1)).wait();
   const auto here = numbers.cpu();
   const auto* const first = here.data_ptr<double>();
-  return {.loss = *first, .reports = {first + 1, first + here.numel()}};
+  return {.loss = *first, .weight = weight, .reports = {first + 1, first + here.numel()}};
 }
 
 Executor& Pipeline::State::evaluator(int microbatches) {
@@ -227,9 +242,21 @@ PipelineReport Pipeline::step(const std::vector<Microbatch>& microbatches, const
           "schedule {} is for {} microbatches, and {} were given", state.options.schedule_name, state.table.microbatches,
           microbatches.size());
   if (!state.agreed) state.agree(microbatches.front());
+  const auto weights = weights_of(microbatches);
+  double scale = how.loss_scale;
+  // Engines average over the data-parallel ranks.
+  if (weights.said && state.stages.contains(state.table.stages - 1)) {
+    const auto& data = state.mesh.group(Axis::data);
+    const double all = data.sum(weights.total);
+    scale *= all > 0 ? weights.total * data.size() / all : 0;
+  }
   state.last_run = state.training.get();
-  return state.tell_all(state.training->run(
-      {.microbatches = microbatches, .loss_scale = how.loss_scale, .update = how.update, .observe = how.observe}));
+  return state.tell_all(state.training->run({.microbatches = microbatches,
+                                             .weights = weights.each,
+                                             .loss_scale = scale,
+                                             .update = how.update,
+                                             .observe = how.observe}),
+                        weights.total);
 }
 
 PipelineReport Pipeline::evaluate(const std::vector<Microbatch>& microbatches) {
@@ -237,25 +264,21 @@ PipelineReport Pipeline::evaluate(const std::vector<Microbatch>& microbatches) {
   require(!microbatches.empty(), "an evaluation of no microbatches");
   if (!state.agreed) state.agree(microbatches.front());
   const at::NoGradGuard no_grad;
-  std::int64_t samples = 0;
+  const auto weights = weights_of(microbatches);
   at::Tensor sums;
+  const auto part_of = [](const auto& list, std::size_t begin, std::size_t end) {
+    return std::vector(list.begin() + static_cast<std::ptrdiff_t>(begin), list.begin() + static_cast<std::ptrdiff_t>(end));
+  };
   const auto most = static_cast<std::size_t>(state.table.microbatches);
   for (std::size_t begin = 0; begin < microbatches.size(); begin += most) {
     const auto end = std::min(microbatches.size(), begin + most);
-    const std::vector<Microbatch> part(microbatches.begin() + static_cast<std::ptrdiff_t>(begin),
-                                       microbatches.begin() + static_cast<std::ptrdiff_t>(end));
-    std::int64_t here = 0;
-    for (const auto& microbatch : part) here += microbatch.counts ? microbatch.samples() : 0;
+    const auto part = part_of(microbatches, begin, end);
     auto& executor = state.evaluator(static_cast<int>(part.size()));
     state.last_run = &executor;
-    auto means = executor.run({.microbatches = part});
-    samples += here;
-    if (!means.defined()) continue;
-    means.mul_(static_cast<double>(here));
-    sums = sums.defined() ? sums.add_(means) : means;
+    const auto means = executor.run({.microbatches = part, .weights = part_of(weights.each, begin, end)});
+    if (means.defined()) sums = sums.defined() ? sums.add_(means) : means;
   }
-  if (sums.defined() && samples > 0) sums.div_(static_cast<double>(samples));
-  return state.tell_all(sums);
+  return state.tell_all(sums, weights.total);
 }
 
 const schedule::Schedule& Pipeline::table() const { return state_->table; }

@@ -40,7 +40,8 @@ BONFIRE_API schedule::Schedule pipeline_table(const Chain& chain, const Pipeline
 
 // A step, or an evaluation, as all ranks hear of it.
 struct PipelineReport {
-  double loss = 0;                // mean over the samples of this pipeline
+  double loss = 0;                // mean over the microbatches of this pipeline, by their weights; 0 where none has any
+  double weight = 0;              // of all of them together
   std::vector<double> reports{};  // the same of what the last stage returned behind it
 };
 
@@ -60,12 +61,13 @@ class BONFIRE_API Pipeline {
     std::function<void(int stage)> update{};  // called in update cells of this rank's stages
     CellObserver observe{};
   };
-  // Runs the table: afterwards the gradients in the engines are those of the mean loss over all samples, averaged over the
-  // data-parallel ranks. The first step agrees on what crosses the cuts, where no
-  // example has. Microbatches may differ in size. Collective.
+  // Runs the table: afterwards the gradients in the engines are those of the mean loss. Where microbatches have weights it
+  // is the mean over all that data-parallel ranks have, by weight, and costs an all-reduce of one number; otherwise the
+  // average of the ranks' means over their samples. The first step agrees on what crosses the cuts, where no example has.
+  // Microbatches may differ in size. Collective.
   PipelineReport step(const std::vector<Microbatch>& microbatches, const StepOptions& options);
   PipelineReport step(const std::vector<Microbatch>& microbatches) { return step(microbatches, {}); }
-  // Forwards alone, of any number of microbatches. Collective.
+  // Forwards alone, of any number of microbatches, which may differ in size from those of a step. Collective.
   PipelineReport evaluate(const std::vector<Microbatch>& microbatches);
 
   const schedule::Schedule& table() const;

@@ -22,12 +22,18 @@ ShardOptions options_for(const Stage::Place& place, ShardOptions options) {
 }
 
 // Leaves of a new graph over the same memory.
-Tensors as_leaves(Tensors values, const Crossing& crossing) {
+Tensors as_leaves(Tensors values, const std::vector<bool>& differentiable) {
   for (std::size_t at = 0; at < values.size(); ++at) {
     values[at] = values[at].detach();
-    if (at < crossing.size() && crossing[at].differentiable) values[at].set_requires_grad(true);
+    if (at < differentiable.size() && differentiable[at]) values[at].set_requires_grad(true);
   }
   return values;
+}
+
+std::vector<bool> differentiable(const Crossing& crossing) {
+  std::vector<bool> which;
+  for (const auto& value : crossing) which.push_back(value.differentiable);
+  return which;
 }
 
 // The stage before expects a gradient of each, also where nothing used it.
@@ -81,9 +87,37 @@ Crossing Stage::crossing_of(const Tensors& outputs, std::int64_t samples) const 
     crossing.push_back({.per_sample = value.size(0) / samples,
                         .rest = value.sizes().slice(1).vec(),
                         .type = value.scalar_type(),
-                        .differentiable = value.requires_grad()});
+                        // Where nothing is differentiated: as the probe has found.
+                        .differentiable = at::GradMode::is_enabled()
+                                              ? value.requires_grad()
+                                              : at < differentiable_out_.size() && differentiable_out_[at]});
   }
   return crossing;
+}
+
+Crossing Stage::returning(const Form& form) const {
+  Crossing crossing = outgoing_.at(form);
+  std::erase_if(crossing, [](const CrossingValue& value) { return !value.differentiable; });
+  return crossing;
+}
+
+// What is agreed on for a form holds for all microbatches of it; how many values there are, and which have gradients, for
+// all forms.
+void Stage::check_outgoing(int number, const Tensors& outputs, const Microbatch& microbatch) {
+  if (place_.last()) return;
+  auto going = crossing_of(outputs, microbatch.samples());
+  const auto& probed = outgoing_.at(probed_);
+  const auto& agreed = outgoing_.try_emplace(form_of(microbatch), going).first->second;
+  require(going == agreed && differentiable(going) == differentiable_out_,
+          "{}: microbatch {} of {} samples makes {} for the next stage; agreed was {}", name(), number, microbatch.samples(),
+          to_string(going), to_string(going == agreed ? probed : agreed));
+}
+
+void Stage::forget_forms() {
+  const auto others = [this](const auto& entry) { return entry.first != probed_; };
+  std::erase_if(incoming_, others);
+  std::erase_if(outgoing_, others);
+  announced_in_ = announced_out_ = {probed_};
 }
 
 ForwardGraph Stage::graph_of(const Tensors& inputs, const Tensors& outputs) const {
@@ -96,18 +130,19 @@ ForwardGraph Stage::graph_of(const Tensors& inputs, const Tensors& outputs) cons
 }
 
 Tensors Stage::probe(const Probe& how, Tensors values, const Microbatch& microbatch) {
-  incoming_ = how.incoming;
+  probed_ = form_of(microbatch);
+  incoming_ = {{probed_, how.incoming}};
+  differentiable_in_ = differentiable(how.incoming);
   std::vector<at::Tensor> kept;
   for (const auto& buffer : module().buffers()) kept.push_back(buffer.clone());
   Tensors outputs;
   {
     const at::AutoGradMode differentiate(true);
-    const auto leaves = as_leaves(std::move(values), incoming_);
+    const auto leaves = as_leaves(std::move(values), differentiable_in_);
     outputs = run(leaves, microbatch);
-    outgoing_ = crossing_of(outputs, microbatch.samples());
-    returning_.clear();
-    for (const auto& value : outgoing_)
-      if (value.differentiable) returning_.push_back(value);
+    outgoing_ = {{probed_, crossing_of(outputs, microbatch.samples())}};
+    differentiable_out_ = differentiable(outgoing_.at(probed_));
+    announced_in_ = announced_out_ = {probed_};
     reports_ = static_cast<int>(outputs.size());
     if (how.split) {
       const std::string operation = unsplittable(graph_of(leaves, outputs));
@@ -127,11 +162,9 @@ Tensors Stage::probe(const Probe& how, Tensors values, const Microbatch& microba
 
 Tensors Stage::forward(int number, Tensors values, const Microbatch& microbatch) {
   const at::AutoGradMode differentiate(true);
-  const auto leaves = as_leaves(std::move(values), incoming_);
+  const auto leaves = as_leaves(std::move(values), differentiable_in_);
   auto outputs = run(leaves, microbatch);
-  const auto going = crossing_of(outputs, microbatch.samples());
-  require(going == outgoing_, "{}: microbatch {} of {} samples makes {} for the next stage; agreed at the start was {}",
-          name(), number, microbatch.samples(), to_string(going), to_string(outgoing_));
+  check_outgoing(number, outputs, microbatch);
   const bool fresh =
       activations_
           .emplace(number, Activation{graph_of(leaves, outputs), place_.last() ? outputs.front().detach() : at::Tensor()})
@@ -141,9 +174,11 @@ Tensors Stage::forward(int number, Tensors values, const Microbatch& microbatch)
   return outputs;
 }
 
-Tensors Stage::evaluate(Tensors values, const Microbatch& microbatch) {
+Tensors Stage::evaluate(int number, Tensors values, const Microbatch& microbatch) {
   const at::NoGradGuard no_grad;
-  return run(std::move(values), microbatch);
+  auto outputs = run(std::move(values), microbatch);
+  check_outgoing(number, outputs, microbatch);
+  return outputs;
 }
 
 Stage::Activation& Stage::activation(int number) {

@@ -2,13 +2,15 @@
 
 #include <algorithm>
 #include <set>
+#include <sstream>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
-#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/nn/module.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/pipeline/hear.h"
 #include "bonfire/shard/engine.h"
 #include "bonfire/shard/freed_storage.h"
 
@@ -27,15 +29,30 @@ FlatParameter& flat_of(Engine& engine, const std::string& name) {
   fail("the tied weight '{}' is not among the parameters of its stage", name);
 }
 
+bool same_tensor(const at::Tensor& one, const at::Tensor& other) {
+  return one.is_same(other) || (one.storage().unsafeGetStorageImpl() == other.storage().unsafeGetStorageImpl() &&
+                                one.storage_offset() == other.storage_offset() && one.sizes() == other.sizes());
+}
+
+int stage_with(const std::vector<UnitRange>& stages, int unit) {
+  for (std::size_t stage = 0; stage < stages.size(); ++stage)
+    if (stages[stage].contains(unit)) return static_cast<int>(stage);
+  fail_config("Chain::tied names Unit {}; the model has {}", unit, stages.empty() ? 0 : stages.back().end);
+}
+
 }  // namespace
 
 std::vector<TieGroup> tie_groups(const Chain& chain, const std::vector<UnitRange>& stages) {
   std::map<std::vector<int>, TieGroup> groups;
+  std::set<std::pair<int, std::string>> seen;
   for (const auto& tied : chain.tied) {
     std::map<int, std::string> uses;  // the first on each stage
-    for (const auto& use : tied.uses)
-      for (int stage = 0; stage < static_cast<int>(stages.size()); ++stage)
-        if (stages[static_cast<std::size_t>(stage)].contains(use.unit)) uses.emplace(stage, use.parameter);
+    for (const auto& use : tied.uses) {
+      if (!seen.emplace(use.unit, use.parameter).second)
+        fail_config("Chain::tied names '{}' of Unit {} twice: list all uses of one weight together, each once",
+                    use.parameter, use.unit);
+      uses.emplace(stage_with(stages, use.unit), use.parameter);
+    }
     if (uses.size() < 2) continue;
     std::vector<int> on;
     for (const auto& [stage, name] : uses) on.push_back(stage);
@@ -48,19 +65,94 @@ std::vector<TieGroup> tie_groups(const Chain& chain, const std::vector<UnitRange
   return list;
 }
 
-Ties::Ties(const Mesh& mesh, std::vector<TieGroup> groups, const schedule::Schedule& table)
-    : groups_(std::move(groups)), rank_(mesh.coordinate(Axis::pipeline)) {
+Ties::Ties(const Mesh& mesh, const Chain& chain, const std::vector<UnitRange>& stages, const schedule::Schedule& table)
+    : mesh_(mesh), tied_(chain.tied), ranges_(stages), groups_(tie_groups(chain, stages)) {
   const schedule::Index index(table);
+  for (int stage = 0; stage < table.stages; ++stage) rank_of_.push_back(index.find(schedule::Kind::forward, stage, 0).rank);
   for (std::size_t at = 0; at < groups_.size(); ++at) {
     std::set<int> on;
-    for (const int stage : groups_[at].stages) on.insert(index.find(schedule::Kind::forward, stage, 0).rank);
-    places_.emplace_back(on.begin(), on.end());
-    ranks_.push_back(on.contains(rank_) ? mesh.pipeline_subgroup(places_.back(), fmt::format("tied weights {}", at))
-                                        : Group());
+    for (const int stage : groups_[at].stages) on.insert(rank_of_[static_cast<std::size_t>(stage)]);
+    ranks_.push_back(on.contains(mesh.coordinate(Axis::pipeline))
+                         ? mesh.pipeline_subgroup({on.begin(), on.end()}, fmt::format("tied weights {}", at))
+                         : Group());
   }
 }
 
-void Ties::begin_equal(const std::map<int, torch::nn::Module*>& modules) const {
+std::map<int, Ties::Words> Ties::heard(const std::function<Words(int stage)>& say, at::Device device) const {
+  std::map<int, Words> all;
+  for (int stage = 0; stage < static_cast<int>(ranges_.size()); ++stage) {
+    const int from = rank_of_[static_cast<std::size_t>(stage)];
+    std::string said;
+    if (from == mesh_.coordinate(Axis::pipeline)) {
+      try {
+        for (const auto& word : say(stage)) said += word + '\n';
+      } catch (const ConfigError& error) {
+        said = std::string("!") + error.what();
+      }
+    }
+    said = hear(mesh_.group(Axis::pipeline), said, from, device);
+    if (said.starts_with("!")) fail_config("{}", said.substr(1));
+    std::istringstream lines(said);
+    for (std::string line; std::getline(lines, line);) all[stage].push_back(line);
+  }
+  return all;
+}
+
+// Shapes of the weights of a stage that are tied to others, group by group.
+Ties::Words Ties::describe(int stage, torch::nn::Module& module) {
+  const auto parameters = module.named_parameters();
+  for (const auto& tied : tied_) {
+    const TiedWeight::Use* first = nullptr;
+    for (const auto& use : tied.uses) {
+      if (!ranges_[static_cast<std::size_t>(stage)].contains(use.unit)) continue;
+      const auto* const tensor = parameters.find(use.parameter);
+      if (!first && !tensor)
+        fail_config("stage {} has no parameter '{}', which Chain::tied names of Unit {}", stage, use.parameter, use.unit);
+      if (first && tensor && !same_tensor(parameters[first->parameter], *tensor))
+        fail_config("stage {}: '{}' and '{}' are tied, and are two tensors; both Units must hold the same one", stage,
+                    first->parameter, use.parameter);
+      if (!first) first = &use;
+    }
+  }
+  Words words;
+  for (auto& group : groups_) {
+    if (!group.names.contains(stage)) continue;
+    for (auto& name : group.names.at(stage)) {
+      const auto& tensor = parameters[name];
+      words.push_back(fmt::format("{} [{}], {}", c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "),
+                                  tensor.requires_grad() ? "trained" : "frozen"));
+      // Flat buffers name a parameter as it is met first.
+      for (const auto& item : parameters)
+        if (same_tensor(item.value(), tensor)) {
+          name = item.key();
+          break;
+        }
+    }
+  }
+  return words;
+}
+
+void Ties::begin_equal(const std::map<int, torch::nn::Module*>& modules, at::Device device) {
+  if (tied_.empty()) return;
+  const auto given = groups_;  // names as they were given, for messages
+  const auto words = heard([&](int stage) { return describe(stage, *modules.at(stage)); }, device);
+  std::map<int, std::size_t> next;  // by stage: its first weight of the group
+  for (const auto& group : given) {
+    const int first = group.stages.front();
+    for (const int stage : group.stages)
+      for (std::size_t weight = 0; weight < group.of(stage).size(); ++weight) {
+        const auto& here = words.at(stage)[next[stage] + weight];
+        const auto& there = words.at(first)[next[first] + weight];
+        if (here != there)
+          fail_config("'{}' of stage {} is {}; '{}' of stage {}, to which it is tied, is {}: they must be alike",
+                      group.of(stage)[weight], stage, here, group.of(first)[weight], first, there);
+      }
+    for (const int stage : group.stages) next[stage] += group.of(stage).size();
+  }
+  copy_first(modules);
+}
+
+void Ties::copy_first(const std::map<int, torch::nn::Module*>& modules) const {
   const at::NoGradGuard no_grad;
   for (std::size_t at = 0; at < groups_.size(); ++at) {
     const auto& group = groups_[at];
@@ -70,14 +162,11 @@ void Ties::begin_equal(const std::map<int, torch::nn::Module*>& modules) const {
       for (const int stage : group.stages) {
         const auto module = modules.find(stage);
         if (module == modules.end()) continue;
-        const auto& name = group.of(stage)[weight];
-        const auto parameters = module->second->named_parameters();
-        const auto* const tensor = parameters.find(name);
-        require(tensor, "stage {} has no tied weight '{}'", stage, name);
+        const auto tensor = module->second->named_parameters()[group.of(stage)[weight]];
         // Built in shares: then the builder has seen to equal values.
-        if (!has_memory(*tensor)) continue;
+        if (!has_memory(tensor)) continue;
         if (stage == group.stages.front()) first = true;
-        copies.push_back(*tensor);
+        copies.push_back(tensor);
       }
       if (copies.empty()) continue;
       // The first stage may be any of the group's ranks.
@@ -86,6 +175,35 @@ void Ties::begin_equal(const std::map<int, torch::nn::Module*>& modules) const {
       ranks_[at].all_reduce(value).wait();
       for (auto& copy : copies) copy.detach().copy_(value);
     }
+  }
+}
+
+void Ties::require_same_layout(const std::map<int, Engine*>& engines, at::Device device) const {
+  if (groups_.empty()) return;
+  const auto words = heard(
+      [&](int stage) {
+        Words lines;
+        for (const auto& group : groups_) {
+          if (!group.names.contains(stage)) continue;
+          const auto& layout = flat_of(*engines.at(stage), group.of(stage).front()).layout();
+          std::string line;
+          for (const auto& region : layout.regions) line += fmt::format("{} ", region.trained ? region.elements : 0);
+          for (const auto& segment : layout.segments) line += fmt::format("{}:{} ", segment.region, segment.offset);
+          lines.push_back(line);
+        }
+        return lines;
+      },
+      device);
+  std::map<int, std::size_t> next;
+  for (const auto& group : groups_) {
+    const int first = group.stages.front();
+    for (const int stage : group.stages)
+      if (words.at(stage)[next[stage]] != words.at(first)[next[first]])
+        fail_config(
+            "tied weights {} of stage {} are not read in the same number formats as {} of stage {}: let precision.keep and "
+            "precision.scales answer alike for both",
+            fmt::join(group.of(stage), ", "), stage, fmt::join(group.of(first), ", "), first);
+    for (const int stage : group.stages) ++next[stage];
   }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -20,7 +21,7 @@ struct TieGroup {
   const std::vector<std::string>& of(int stage) const { return names.at(stage); }
 };
 
-// Which weights of the chain have copies on several of these stages.
+// Which weights of the chain have copies on several of these stages. Throws ConfigError where a use is tied twice.
 std::vector<TieGroup> tie_groups(const Chain& chain, const std::vector<UnitRange>& stages);
 
 // Keeps the copies of tied weights on different stages equal: they begin equal, and the gradients of all copies are summed
@@ -28,21 +29,33 @@ std::vector<TieGroup> tie_groups(const Chain& chain, const std::vector<UnitRange
 class Ties {
  public:
   // Collective along the pipeline.
-  Ties(const Mesh& mesh, std::vector<TieGroup> groups, const schedule::Schedule& table);
+  Ties(const Mesh& mesh, const Chain& chain, const std::vector<UnitRange>& stages, const schedule::Schedule& table);
 
   const std::vector<TieGroup>& groups() const { return groups_; }
-  // All copies take the values of the first stage's. `modules`: of this rank's stages. Collective.
-  void begin_equal(const std::map<int, torch::nn::Module*>& modules) const;
+  // Makes all copies equal: to the first stage's. Throws ConfigError, the same on all ranks, where weights that are tied
+  // differ in shape or dtype, where only some of them are trained, or where those of one stage are not one tensor.
+  // `modules`: of this rank's stages. Collective.
+  void begin_equal(const std::map<int, torch::nn::Module*>& modules, at::Device device);
+  // Throws ConfigError, the same on all ranks, unless the engines have laid out the copies of each group alike. Collective.
+  void require_same_layout(const std::map<int, Engine*>& engines, at::Device device) const;
   // The gradients of a group's copies become their sum. `engines`: of this rank's stages. Collective.
   void sum(std::size_t group, const std::map<int, Engine*>& engines) const;
   // Whether this buffer of a stage is a copy of another stage's, so that its gradient is counted there.
   bool is_copy(int stage, const FlatParameter& flat) const;
 
  private:
+  using Words = std::vector<std::string>;  // of one stage, one for each of its weights
+  // What the rank of every stage says of it, heard by all. Throws what one of them threw.
+  std::map<int, Words> heard(const std::function<Words(int stage)>& say, at::Device device) const;
+  Words describe(int stage, torch::nn::Module& module);
+  void copy_first(const std::map<int, torch::nn::Module*>& modules) const;
+
+  Mesh mesh_;
+  std::vector<TiedWeight> tied_;
+  std::vector<UnitRange> ranges_;
   std::vector<TieGroup> groups_;
   std::vector<Group> ranks_;  // of each group, where this rank is one of them
-  std::vector<std::vector<int>> places_;
-  int rank_;
+  std::vector<int> rank_of_;  // by stage
 };
 
 }  // namespace bonfire

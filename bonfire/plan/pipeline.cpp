@@ -35,6 +35,9 @@ class Row {
   Row(const ModelDescription& model, const PipelineLayout& layout, int rank)
       : model_(model), layout_(layout), factors_(layout.data.factors()), tied_(tied_stages(model, layout)) {
     const auto& row = layout.table.rows.at(static_cast<std::size_t>(rank));
+    // The rank that has the loss.
+    if (layout.weighs && schedule::Index(layout.table).find(Kind::forward, layout.table.stages - 1, 0).rank == rank)
+      add(CollectiveKind::all_reduce, Axis::data, 8, layout.data.ranks());
     for (std::size_t at = 0; at < row.size(); ++at) add(row, at);
     add(CollectiveKind::broadcast, Axis::pipeline, 8 * layout.reports, layout.table.ranks());
     add(CollectiveKind::all_reduce, Axis::data, 8, layout.data.ranks());  // the loss

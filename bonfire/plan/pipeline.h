@@ -25,6 +25,7 @@ struct PipelineLayout {
   std::int64_t tokens = 1;              // of a sample
   DataParallel data{};                  // of each stage; `microbatches` and what seams decide do not count
   int reports = 1;                      // numbers that the last stage makes known: the loss, and what comes with it
+  bool weighs = false;                  // microbatches have weights: their sum over the data-parallel ranks is one more
 };
 
 // The flat buffers of a stage, in the order in which its backward finishes them.

@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <unordered_set>
 
-#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "bonfire/schedule/text.h"
 #include "bonfire/schedule/wiring.h"
@@ -31,6 +32,7 @@ class Checker {
     if (contents_.sharding) check_sharding();
     if (contents_.reductions) check_reductions();
     if (contents_.ties) check_ties();
+    if (limits_.tied && contents_.backward) check_tied_stages();
     check_deadlock(index);
     check_activations();
   }
@@ -127,6 +129,9 @@ class Checker {
           if (backward && backward.rank != forward.rank)
             problem(backward, "its activation is on rank {}, which ran '{}'", forward.rank, to_text(schedule_.at(forward)));
         }
+        if (const Cell first = index.find(Kind::forward, stage, 0); limits_.one_rank_per_stage && forward.rank != first.rank)
+          problem(forward, "stage {} is on rank {} for microbatch 0; allowed: one rank for all microbatches of a stage",
+                  stage, first.rank);
       }
     }
   }
@@ -262,19 +267,28 @@ class Checker {
   void check_reductions() const {
     std::map<std::int32_t, std::pair<std::int32_t, int>> counts;  // per stage: a rank and its number of reductions
     for (std::int32_t rank = 0; rank < schedule_.ranks(); ++rank) {
-      std::map<std::int32_t, Cell> unreduced;
+      std::map<std::int32_t, Cell> unreduced, reduced;
       std::map<std::int32_t, int> reductions;
       each_cell_of(rank, [&](Cell cell, const Action& action) {
         if (ends_activation(action.kind)) {
+          if (limits_.reduces_once && reduced.contains(action.stage))
+            problem(
+                reduced[action.stage],
+                "the gradient of '{}', in cell {}, is yet to come, and gradients are kept whole: what was reduced would be "
+                "reduced again with it; allowed: one '{}', after the stage's last backward, or sharded gradients",
+                to_text(action), cell.at, to_text({action.stage, Kind::reduce}));
           unreduced[action.stage] = cell;
           reductions.try_emplace(action.stage, 0);
         } else if (action.kind == Kind::reduce) {
           if (!unreduced.contains(action.stage)) problem(cell, "stage {} has no gradients to reduce", action.stage);
           unreduced.erase(action.stage);
+          reduced[action.stage] = cell;
           ++reductions[action.stage];
-        } else if (action.kind == Kind::update && unreduced.contains(action.stage)) {
-          problem(cell, "the gradient of '{}' is not reduced: '{}' must come between",
-                  to_text(schedule_.at(unreduced[action.stage])), to_text({action.stage, Kind::reduce}));
+        } else if (action.kind == Kind::update) {
+          if (unreduced.contains(action.stage))
+            problem(cell, "the gradient of '{}' is not reduced: '{}' must come between",
+                    to_text(schedule_.at(unreduced[action.stage])), to_text({action.stage, Kind::reduce}));
+          reduced.erase(action.stage);
         }
       });
       if (!unreduced.empty())
@@ -300,20 +314,27 @@ class Checker {
     };
     std::map<std::int32_t, std::map<std::pair<std::int32_t, std::int32_t>, Member>> groups;  // group, then rank and stage
     for (std::int32_t rank = 0; rank < schedule_.ranks(); ++rank) {
-      std::map<std::int32_t, Cell> tied;
+      // A rank sums a group once, for all of its stages in it.
+      std::map<std::int32_t, std::set<std::int32_t>> groups_of;  // stage: its groups
+      each_cell_of(rank, [&](Cell, const Action& action) {
+        if (action.kind == Kind::tie) groups_of[action.stage].insert(action.microbatch);
+      });
+      std::map<std::int32_t, Cell> summed;  // group: the first of its cells
       std::map<std::int32_t, bool> updated;
       each_cell_of(rank, [&](Cell cell, const Action& action) {
         if (action.kind == Kind::tie) {
           if (updated[action.stage] && !limits_.many_updates)
             problem(cell, "it comes after the update of stage {}", action.stage);
-          tied[action.stage] = cell;
+          summed.try_emplace(action.microbatch, cell);
           auto& member = groups[action.microbatch][{rank, action.stage}];
           member.cell = cell;
           ++member.count;
         } else if (action.kind == Kind::update) {
           updated[action.stage] = true;
-        } else if (ends_activation(action.kind) && tied.contains(action.stage) && !limits_.many_updates) {
-          problem(cell, "it adds to a gradient that '{}' has summed already", to_text(schedule_.at(tied[action.stage])));
+        } else if (ends_activation(action.kind) && !limits_.many_updates) {
+          for (const std::int32_t group : groups_of[action.stage])
+            if (summed.contains(group))
+              problem(cell, "it adds to a gradient that '{}' has summed already", to_text(schedule_.at(summed[group])));
         }
       });
     }
@@ -326,6 +347,33 @@ class Checker {
                   group, members.begin()->first.second, first.count);
       }
     }
+  }
+
+  // The table's ties are the model's.
+  void check_tied_stages() const {
+    const auto& tied = *limits_.tied;
+    const auto is_of = [&](std::size_t group, std::int32_t stage) {
+      return std::find(tied[group].begin(), tied[group].end(), stage) != tied[group].end();
+    };
+    std::set<std::pair<std::int32_t, std::int32_t>> found;
+    each_cell([&](Cell cell, const Action& action) {
+      if (action.kind != Kind::tie) return;
+      const auto group = static_cast<std::size_t>(action.microbatch);
+      if (tied.empty()) problem(cell, "no weights of the model are tied over several stages");
+      if (group >= tied.size()) problem(cell, "the last group of stages with tied weights is TIE{}", tied.size() - 1);
+      if (!is_of(group, action.stage))
+        problem(cell, "stage {} has no weights of group {}; the group's stages are {}", action.stage, group,
+                fmt::join(tied[group], ", "));
+      found.emplace(action.stage, action.microbatch);
+    });
+    each_cell([&](Cell cell, const Action& action) {
+      if (action.kind != Kind::update) return;
+      for (std::size_t group = 0; group < tied.size(); ++group)
+        if (const auto number = static_cast<std::int32_t>(group);
+            is_of(group, action.stage) && !found.contains({action.stage, number}))
+          problem(cell, "'{}' must come before: stages {} share weights", to_text({action.stage, Kind::tie, number}),
+                  fmt::join(tied[group], ", "));
+    });
   }
 
   void check_deadlock(const Index& index) const {

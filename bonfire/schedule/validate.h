@@ -14,6 +14,11 @@ namespace bonfire::schedule {
 struct Limits {
   std::vector<int> activations;  // per rank: how many may be live at once; empty: no bound
   bool many_updates = false;     // a stage may be updated more than once, or before all of its backwards
+  // Every rank has whole gradients and averages only a part of them: a reduction must be the last of its stage.
+  bool reduces_once = false;
+  bool one_rank_per_stage = false;  // nobody keeps copies of a stage on several ranks of the table equal
+  // The stages of each group of tied weights, by the number of its TIE. Nothing: whatever the table says.
+  std::optional<std::vector<std::vector<int>>> tied{};
 };
 
 struct Problem {
@@ -26,8 +31,7 @@ struct Problem {
 //   - nothing is computed before what it needs, each stage is updated once and after its gradients are complete;
 //   - every message has its send and its receive, in the same order on both sides of each direction of each pair;
 //   - a sharded stage is gathered when it computes and let go of afterwards; all gradients are reduced before an update;
-//   ranks
-//     that share a stage or tied weights issue the same collectives;
+//     ranks that share a stage or tied weights issue the same collectives;
 //   - no cells wait for each other, under the rules of wiring.h;
 //   - no rank keeps more activations than it may.
 // Messages, sharding, reductions, ties and updates are checked where the table has any of their sort.

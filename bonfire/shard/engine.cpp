@@ -44,8 +44,9 @@ void Engine::State::begin_backward(const GradientPass& pass) {
     parameter.arrived = 0;
     if (!parameter.trained) continue;
     if (afresh) parameter.tensor.mutable_grad().reset();
-    // Somebody else (an optimizer of torch's) may have dropped the gradient as well.
-    if (!parameter.tensor.grad().defined()) flats[parameter.flat]->set_written(parameter.segment, false);
+    // Somebody else (an optimizer of torch's) may have dropped the gradient as well, where it was his to read.
+    const bool dropped = flats[parameter.flat]->keeps_whole_gradients() && !parameter.tensor.grad().defined();
+    if (afresh || dropped) flats[parameter.flat]->set_written(parameter.segment, false);
   }
   missing.assign(flats.size(), 0);
   missing_in_group.assign(groups.size(), 0);

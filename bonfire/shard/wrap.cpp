@@ -191,6 +191,18 @@ std::vector<ModuleGroup> Survey::groups() {
     else
       all[owner(parameter)].members.push_back(std::move(parameter.member));
   }
+  // As the list has them, whatever the order in which the module does: others may have a buffer alike.
+  for (std::size_t list = 0; list < wrapping_.apart.size(); ++list) {
+    const auto& names = wrapping_.apart[list];
+    const auto place = [&](const ModuleGroup::Member& member) {
+      auto first = std::find(names.begin(), names.end(), member.name);
+      for (const auto& tied : member.tied) first = std::min(first, std::find(names.begin(), names.end(), tied.name));
+      return first;
+    };
+    auto& members = all[apart + list].members;
+    std::stable_sort(members.begin(), members.end(),
+                     [&](const auto& one, const auto& other) { return place(one) < place(other); });
+  }
   std::erase_if(all, [](const ModuleGroup& group) { return group.members.empty(); });
   return all;
 }

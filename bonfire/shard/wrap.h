@@ -25,7 +25,7 @@ struct Wrapping {
   // Instead of both: whether the Unit at this path does.
   std::function<bool(const std::string& path, torch::nn::Module& module)> predicate{};
   bool all_in_one = false;  // instead of all three: only the root does
-  // Parameters, by path, that are a group of their own: each list lies in one flat buffer, and nothing else does.
+  // Parameters, by path, that are a group of their own: each list in a flat buffer of its own, in its order.
   std::vector<std::vector<std::string>> apart{};
   // By path: stay the user's own; not sharded, not reduced, not touched.
   std::vector<std::string> ignored_modules{}, ignored_parameters{};

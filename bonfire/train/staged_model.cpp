@@ -202,18 +202,15 @@ void StagedModel::set_lr(double lr) {
 
 at::Tensor StagedModel::evaluate(const std::vector<Batch>& batches, std::size_t counted) {
   auto microbatches = to_microbatches(batches, world_);
-  double samples = 0;
-  for (std::size_t at = 0; at < microbatches.size(); ++at) {
-    microbatches[at].counts = at < counted;
-    if (at < counted) samples += static_cast<double>(microbatches[at].samples());
-  }
+  for (std::size_t at = 0; at < microbatches.size(); ++at)
+    microbatches[at].weight = at < counted ? static_cast<double>(microbatches[at].samples()) : 0;
   const auto train = [&](bool on) {
     for (const int stage : pipeline_.local_stages()) pipeline_.module(stage).train(on);
   };
   train(false);
-  const double mean = pipeline_.evaluate(microbatches).loss;
+  const auto report = pipeline_.evaluate(microbatches);
   train(true);
-  return at::tensor({mean * samples, samples}, at::kDouble).to(world_.device());
+  return at::tensor({report.loss * report.weight, report.weight}, at::kDouble).to(world_.device());
 }
 
 }  // namespace bonfire

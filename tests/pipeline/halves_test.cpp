@@ -99,6 +99,15 @@ std::vector<Case> cases() {
                     {convolution->weight, convolution->bias},
                     numbers({2, 2, 4, 4}),
                     [convolution](const at::Tensor& x) mutable { return convolution->forward(x).relu(); }});
+    // The product is held by the sum alone, from which the first half cuts it off.
+    const auto weight = leaf(numbers({4, 4}, 1)), bias = leaf(numbers({4}, 2));
+    list.push_back({"torch's product and sum, of an input without a gradient",
+                    {weight, bias},
+                    at::arange(12).view({3, 4}),
+                    [weight, bias](const at::Tensor& x) {
+                      const auto y = x.to(at::kDouble).matmul(weight.t()) + bias;
+                      return y.tanh().matmul(weight.t()) + bias;
+                    }});
     const auto gain = leaf(numbers({4}));
     list.push_back(
         {"a parameter through operations of its own",

@@ -238,8 +238,8 @@ TEST(Stages, AShapeThatChangesIsNamed) {
               } catch (const Error& error) {
                 if (world.rank() == 0) return;
                 EXPECT_NE(std::string(error.what())
-                              .find("microbatch 0 of 3 samples makes Double [n, 5] for the next stage; agreed at the "
-                                    "start was Double [n, 6]"),
+                              .find("microbatch 0 of 3 samples makes Double [n, 5] for the next stage; agreed was "
+                                    "Double [n, 6]"),
                           std::string::npos)
                     << error.what();
               }

@@ -207,6 +207,64 @@ TEST(Validate, NamesTheCell) {
   }
 }
 
+// A rank sums a group once, with all that its stages have by then.
+TEST(Validate, TiesOfTwoStagesOfOneRankComeAfterTheBackwardsOfBoth) {
+  EXPECT_FALSE(find_problem(parse_table("0F0 1F0 1B0 0B0 1TIE0 1U 0TIE0 0U", "t")));
+  const auto problem = find_problem(parse_table("0F0 1F0 1B0 1TIE0 1U 0B0 0TIE0 0U", "t"));
+  ASSERT_TRUE(problem);
+  EXPECT_NE(problem->message.find("it adds to a gradient that '1TIE0' has summed already"), std::string::npos)
+      << problem->message;
+  EXPECT_EQ(problem->cell, (Cell{0, 5}));
+}
+
+// What a table may have depends on who runs it.
+TEST(Validate, LimitsOfWhoRunsIt) {
+  using Groups = std::vector<std::vector<int>>;
+  struct Case {
+    const char* table;
+    Limits limits;
+    const char* message;
+    Cell cell;
+  };
+  const std::vector<Case> cases{
+      {"0F0 0F1 0B0 0REDUCE 0B1 0REDUCE 0U",
+       {.reduces_once = true},
+       "the gradient of '0B1', in cell 4, is yet to come, and gradients are kept whole",
+       {0, 3}},
+      {"0F0 0F1 0I0 0W0 0REDUCE 0I1 0W1 0REDUCE 0U", {.reduces_once = true}, "the gradient of '0W1', in cell 6,", {0, 4}},
+      {"0F0 0B0\n0F1 0B1",
+       {.one_rank_per_stage = true},
+       "stage 0 is on rank 0 for microbatch 0; allowed: one rank for all microbatches of a stage",
+       {1, 0}},
+      {"0F0 0B0 0TIE0 0U\n1F0 1B0 1TIE0 1U",
+       {.tied = Groups{}},
+       "no weights of the model are tied over several stages",
+       {0, 2}},
+      {"0F0 0B0 0TIE1 0U\n1F0 1B0 1TIE1 1U",
+       {.tied = Groups{{0, 1}}},
+       "the last group of stages with tied weights is TIE0",
+       {0, 2}},
+      {"0F0 0B0 0TIE0 0U\n1F0 1B0 1TIE0 1U\n2F0 2B0 2U",
+       {.tied = Groups{{0, 2}}},
+       "stage 1 has no weights of group 0; the group's stages are 0, 2",
+       {1, 2}},
+      {"0F0 0B0 0TIE0 0U\n1F0 1B0 1TIE0 1U\n2F0 2B0 2U",
+       {.tied = Groups{{0, 1, 2}}},
+       "'2TIE0' must come before: stages 0, 1, 2 share weights",
+       {2, 2}},
+      {"0F0 0B0 0U\n1F0 1B0 1U", {.tied = Groups{{0, 1}}}, "'0TIE0' must come before: stages 0, 1 share weights", {0, 2}},
+  };
+  for (const Case& wrong : cases) {
+    const auto table = parse_table(wrong.table, "t");
+    EXPECT_FALSE(find_problem(table)) << wrong.table;
+    const auto problem = find_problem(table, wrong.limits);
+    ASSERT_TRUE(problem) << wrong.table;
+    EXPECT_NE(problem->message.find(wrong.message), std::string::npos) << problem->message << "\nfor\n" << wrong.table;
+    EXPECT_EQ(problem->cell, wrong.cell) << problem->message;
+  }
+  EXPECT_FALSE(find_problem(parse_table("0F0 0F1 0B0 0B1 0REDUCE 0U", "t"), {.reduces_once = true, .tied = Groups{}}));
+}
+
 TEST(Validate, ADeadlockShowsWhoWaitsForWhom) {
   // Each rank wants the other's result of the microbatch that the other does second.
   const Schedule table = parse_table("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0", "t");
