@@ -102,7 +102,7 @@ class Walk {
       const auto& unit = model_.units[at];
       const bool keeps = !units_[at].root && (units_[at].backward || reached);
       if (keeps) {
-        kept += unit.activation_bytes(element_) * options_.tokens;
+        kept += (unit.activation_bytes(element_) + second_result(unit) * element_) * options_.tokens;
         if (!reached) kept += first_of_all(at);
         reached = true;
       }
@@ -116,6 +116,12 @@ class Walk {
   }
 
  private:
+  // In two bytes the CPU's attention is torch's, whose result lies in another order than the product after it reads.
+  std::int64_t second_result(const UnitDescription& unit) const {
+    const bool torchs = options_.on_host && element_ == 2 && attends(model_.spec) && unit.kind == UnitKind::block;
+    return torchs && unit.saved_statistics > 0 ? BlockSizes(model_.spec).query : 0;
+  }
+
   // How much more or less the first Unit keeps of which something is trained: nothing that its own first parameters in
   // front of the trained ones would need, but its input, which nobody else does.
   std::int64_t first_of_all(std::size_t at) const {

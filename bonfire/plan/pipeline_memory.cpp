@@ -207,8 +207,8 @@ class RowMemory {
       note(at_unit(slot, unit));
       launch(slot.first, unit);
     }
-    hand_on(slot);
     end_backward(slot);
+    hand_on(slot);
   }
 
   void input_half(const Slot& slot) {
@@ -220,9 +220,9 @@ class RowMemory {
       note(at_unit(slot, unit) + later);
       later += put_off_elements(costs.part, costs.part.units[unit]) * bytes_of(layout_.data.compute) * tokens(slot.second);
     }
+    end_backward(slot);
     now_ += put_off_[slot] = later;
     hand_on(slot);
-    end_backward(slot);
   }
 
   void weight_half(const Slot& slot) {
