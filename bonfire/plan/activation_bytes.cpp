@@ -1,6 +1,7 @@
 #include "bonfire/plan/activation_bytes.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string_view>
 
 #include "bonfire/base/limits.h"
@@ -66,15 +67,19 @@ struct Convolution {
   std::int64_t output() const { return output_channels * pixels; }
 };
 
-Convolution convolution_at(const ModelDescription& model, std::size_t unit) {
-  Convolution at{.output_channels = model.spec.channels, .pixels = model.spec.image * model.spec.image};
-  for (std::size_t next = 0; next <= unit; ++next) {
-    if (model.units[next].kind == UnitKind::root) continue;
-    if (at.input_channels > 0) at.pixels = model.units[next - 1].output_elements / at.output_channels;
-    at.input_channels = at.output_channels;
-    at.output_channels = model.units[next].weight_elements / (9 * at.input_channels);
-  }
-  return at;
+Convolution convolution_of(const ModelDescription& model, const UnitDescription& unit) {
+  Convolution of;
+  const auto look_at = [&](const ParameterDescription& parameter) {
+    if (parameter.shape.size() != 4) return;
+    of.output_channels = parameter.shape[0];
+    of.input_channels = parameter.shape[1];
+    of.pixels = std::llround(unit.product_flops / 2) / parameter.elements();
+  };
+  for (const auto& parameter : unit.parameters) look_at(parameter);
+  for (const auto& name : unit.shared)
+    for (const auto& parameter : model.units.front().parameters)
+      if (parameter.name == name) look_at(parameter);
+  return of;
 }
 
 // What the CPU's kernels have of their own in the backward of a convolution, in elements of a sample. oneDNN works in blocks
@@ -154,7 +159,7 @@ class Walk {
     std::int64_t beside = unit.working_beside_weight;
     if (unit.weight_apart && options_.on_host) {
       // The description counts what is read once more.
-      const auto convolution = convolution_at(model_, at);
+      const auto convolution = convolution_of(model_, unit);
       beside += convolution_workspace(convolution, layout_.compute, options_.tokens) -
                 (convolution.input() + convolution.output());
     }
