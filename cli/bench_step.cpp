@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <CLI/App.hpp>
 
+#include "bonfire/train/capturable.h"
 #include "bonfire/train/loop.h"
 #include "cli/commands.h"
 #include "cli/config_arguments.h"
@@ -24,15 +25,14 @@ void add_bench_step(CLI::App& bench, int& exit_code) {
   CLI::App* command = bench.add_subcommand("step", "Time and memory of the training steps of a configuration");
   arguments->config.add_to(*command);
   command->add_option("--ranks", arguments->ranks, "Start this many local ranks")->check(CLI::PositiveNumber);
-  command->add_option("--steps", arguments->steps, "Steps to time, after one that is not")
+  command->add_option("--steps", arguments->steps, "Steps to time, after those that set the run up")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   command->add_flag("--json", arguments->json, "Print one object on stdout; words go to stderr");
 
   command->callback([arguments, &exit_code] {
-    // The first step sets up buffers and connections; the report leaves it out.
     auto overrides = arguments->config.overrides;
-    overrides.push_back(fmt::format("train.steps={}", arguments->steps + 1));
+    overrides.push_back(fmt::format("train.steps={}", arguments->steps));
     overrides.push_back("train.eval_every=0");
     overrides.push_back("train.trace_steps=0");
     Config config = load_config(arguments->config.file, overrides);
@@ -44,6 +44,8 @@ void add_bench_step(CLI::App& bench, int& exit_code) {
     if (arguments->json) options.rank_arguments.push_back("--json");
 
     exit_code = start(config, options, [&](const World& world, const std::filesystem::path& folder) {
+      // The report leaves them out.
+      config.train.steps += steps_to_settle(config, world.device());
       TrainReport report = train(world, config, {.folder = folder});
       report.run_folder.clear();  // it goes when the ranks have ended
       if (world.rank() != 0) return;

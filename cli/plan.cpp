@@ -56,15 +56,24 @@ std::string percent(std::int64_t part, std::int64_t whole) {
   return fmt::format("{:.0f}%", 100 * static_cast<double>(part) / static_cast<double>(whole));
 }
 
+// The file's layout on so many ranks: its sharding factor, and as many replicas as there are then.
+void spread_over(Config& config, int ranks) {
+  if (ranks % config.layout.shard != 0)
+    fail_key(config, "layout.shard", fmt::format("does not divide --gpus {}; allowed: a divisor of it", ranks));
+  config.layout.replicate = ranks / config.layout.shard;
+}
+
 Question ask(const Arguments& arguments) {
   Question question{.config = load_config(arguments.config.file, arguments.config.overrides)};
-  resolve(question.config, question.config.ranks());
   if (question.config.layout.pipeline > 1)
     fail_key(question.config, "layout.pipeline", "tables of memory are of data parallelism; allowed here: 1");
+  // A rank's part of the batch, and with it activations, follow from how many there are.
+  if (arguments.gpus) spread_over(question.config, *arguments.gpus);
+  resolve(question.config, question.config.ranks());
   question.model = wrapped_model_of(question.config);
   question.layout = data_parallel_of(question.config);
   question.options = memory_options_of(question.config);
-  question.ranks = arguments.gpus.value_or(static_cast<int>(question.config.data_ranks()));
+  question.ranks = static_cast<int>(question.config.data_ranks());
   return question;
 }
 
@@ -102,6 +111,9 @@ void print_words(const Question& question, const std::vector<plan::MemoryRow>& r
   part("communication", memory.communication);
   part("activations", memory.activations);
   part("data and tables", memory.data);
+  part("workspaces of libraries", memory.workspaces);
+  if (memory.building > memory.step())
+    fmt::print("  a step needs {} of that; the rest is there while the model is built\n", format_bytes(memory.step()));
   if (memory.state.host > 0) fmt::print("  and, of its host's memory, {:>10}\n", format_bytes(memory.state.host));
 
   const std::string title = fmt::format("\n{:>4}  {:<11} {:<7} {:>8} {:>7} {:>7} {:>7}   {:>6}  {:>11}  {:>11}", "F",
@@ -154,6 +166,8 @@ void print_json(const Question& question, const std::vector<plan::MemoryRow>& ro
                 {"communication", memory.communication},
                 {"activations", memory.activations},
                 {"data", memory.data},
+                {"workspaces", memory.workspaces},
+                {"building", memory.building},
                 {"host", memory.state.host}}},
               {"table", Json::array()}};
   for (const auto& row : rows)
@@ -189,7 +203,9 @@ void add_plan(CLI::App& program, int& exit_code) {
   CLI::App* command = program.add_subcommand("plan", "Say how much memory a configuration needs, sharded in every way");
   arguments->config.add_to(*command);
   command->add_flag("--memory", arguments->memory, "Memory of a rank by precision, sharding factor and what is sharded");
-  command->add_option("--gpus", arguments->gpus, "For this many data-parallel ranks (default: those of [layout])")
+  command
+      ->add_option("--gpus", arguments->gpus,
+                   "For this many data-parallel ranks, the batch divided among them (default: those of [layout])")
       ->check(CLI::Range(1, 1 << 20));
   command->add_option("--cap", arguments->cap, "Also say what fits into this many GiB on a rank")
       ->check(CLI::PositiveNumber);

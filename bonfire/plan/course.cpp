@@ -1,6 +1,8 @@
 #include "bonfire/plan/course.h"
 
 #include <algorithm>
+#include <string>
+#include <unordered_map>
 
 #include "bonfire/base/error.h"
 
@@ -138,23 +140,23 @@ class Walk {
 
 }  // namespace
 
+std::string full_name(const UnitDescription& unit, const ParameterDescription& parameter) {
+  return unit.name.empty() ? parameter.name : unit.name + "." + parameter.name;
+}
+
 std::vector<CourseUnit> course_units(const ModelDescription& model, const std::vector<FlatLayout>& flats) {
-  // Groups are the Units with parameters, from the last to the first.
-  std::vector<std::size_t> flat_of_group;
+  std::unordered_map<std::string, std::size_t> homes;  // of parameters
   for (std::size_t flat = 0; flat < flats.size(); ++flat)
-    for (const std::size_t group : flats[flat].groups) {
-      flat_of_group.resize(std::max(flat_of_group.size(), group + 1));
-      flat_of_group[group] = flat;
-    }
+    for (const auto& segment : flats[flat].segments) homes[segment.name] = flat;
 
   std::vector<CourseUnit> units(model.units.size());
-  std::size_t group = 0, root = nowhere;
-  for (std::size_t at = units.size(); at-- > 0;) {
+  std::size_t root = nowhere;
+  for (std::size_t at = 0; at < units.size(); ++at) {
     const auto& from = model.units[at];
     auto& unit = units[at];
     unit.root = from.kind == UnitKind::root;
     if (from.parameters.empty()) continue;
-    unit.flat = flat_of_group.at(group++);
+    unit.flat = homes.at(full_name(from, from.parameters.front()));
     if (unit.root) root = at;
     const bool trained =
         std::any_of(from.parameters.begin(), from.parameters.end(), [](const auto& p) { return p.trained; });

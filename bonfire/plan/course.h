@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "bonfire/base/api.h"
@@ -18,6 +19,9 @@ struct CourseUnit {
   bool backward = true;               // something in it, or in a Unit before it, is trained
   std::vector<std::size_t> writes{};  // buffers to whose gradients its backward adds: its own, and those of tied weights
 };
+
+// The path of a parameter in the model: "blocks.3.feed.up.weight".
+BONFIRE_API std::string full_name(const UnitDescription& unit, const ParameterDescription& parameter);
 
 // The Units in forward order; the buffers are those of flats_of.
 BONFIRE_API std::vector<CourseUnit> course_units(const ModelDescription& model, const std::vector<FlatLayout>& flats);

@@ -5,14 +5,14 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/size.h"
+#include "bonfire/plan/course.h"
 
 namespace bonfire::plan {
 namespace {
 
-std::int64_t trained_elements(const ParameterGroup& group) {
+std::int64_t padded_elements(const ParameterGroup& group) {
   std::int64_t sum = 0;
-  for (const auto& parameter : group.parameters)
-    if (parameter.trained) sum += round_up(parameter.elements, segment_alignment);
+  for (const auto& parameter : group.parameters) sum += round_up(parameter.elements, segment_alignment);
   return sum;
 }
 
@@ -85,7 +85,8 @@ std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& groups, const 
   for (std::size_t at = 0; at < groups.size(); ++at) {
     if (!open || groups[at].apart) layouts.emplace_back(), bytes = 0;
     layouts.back().groups.push_back(at);
-    bytes += trained_elements(groups[at]) * bytes_of(options.gradient);
+    // Frozen ones count as well: while a buffer is made its parameters exist twice.
+    bytes += padded_elements(groups[at]) * bytes_of(options.gradient);
     open = !options.one_per_group && !groups[at].apart &&
            bytes < (layouts.size() == 1 ? options.first_bucket_bytes : options.bucket_bytes);
   }
@@ -99,10 +100,12 @@ std::vector<ParameterGroup> groups_in_backward_order(const ModelDescription& mod
     if (unit->parameters.empty()) continue;
     ParameterGroup group{unit->name, {}};
     for (const auto& parameter : unit->parameters)
-      group.parameters.push_back({unit->name.empty() ? parameter.name : unit->name + "." + parameter.name,
-                                  parameter.elements(), parameter.shape, parameter.trained});
+      group.parameters.push_back({full_name(*unit, parameter), parameter.elements(), parameter.shape, parameter.trained});
     groups.push_back(std::move(group));
   }
+  std::stable_partition(groups.begin(), groups.end(), [](const ParameterGroup& group) {
+    return std::any_of(group.parameters.begin(), group.parameters.end(), [](const auto& one) { return one.trained; });
+  });
   return groups;
 }
 

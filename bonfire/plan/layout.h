@@ -96,11 +96,11 @@ inline constexpr std::int64_t segment_alignment = 64;
 inline constexpr std::int64_t scale_alignment = 4;
 
 // Puts groups, given in the order in which backward finishes them, into flat buffers: a buffer is closed when it has reached
-// its size, and a group is never split.
+// its size, frozen parameters counted like trained ones, and a group is never split.
 BONFIRE_API std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& in_backward_order,
                                            const BucketOptions& options);
 
-// The groups of a model in the order in which its backward finishes them.
+// The groups of a model in the order in which its backward finishes them; those with nothing to finish come last.
 BONFIRE_API std::vector<ParameterGroup> groups_in_backward_order(const ModelDescription& model);
 
 // When, in backward, Units are gathered ahead: before or after the reductions of the one that runs are issued.

@@ -1,23 +1,24 @@
 #include "bonfire/plan/memory.h"
 
 #include <algorithm>
-#include <deque>
 #include <utility>
 
 #include <fmt/format.h>
 
-#include "bonfire/base/limits.h"
 #include "bonfire/base/size.h"
+#include "bonfire/plan/activation_bytes.h"
+#include "bonfire/plan/building.h"
 #include "bonfire/plan/course.h"
 #include "bonfire/plan/loans.h"
+#include "bonfire/plan/reductions.h"
 
 namespace bonfire::plan {
 namespace {
 
 // The pool of gathered parameters. The first pass finds out the order: each Unit comes in when it is needed, and goes out
-// when it has run, whatever comes next. The ones after it follow the course.
+// when it has run, whatever comes next. The ones after it follow the course; without one they are all like the first.
 std::int64_t gathered_bytes(const std::vector<CourseUnit>& units, const std::vector<FlatLayout>& flats,
-                            const DataParallel& layout, const std::vector<Event>& course) {
+                            const DataParallel& layout, const std::vector<Event>* course) {
   if (!layout.comes_and_goes()) return 0;
   constexpr std::size_t none = static_cast<std::size_t>(-1);
   Loans pool;
@@ -53,9 +54,8 @@ std::int64_t gathered_bytes(const std::vector<CourseUnit>& units, const std::vec
     let_go(*unit->flat);
   }
   root_goes();
-
-  for (int pass = 0; pass < 3; ++pass)
-    for (const auto& event : course) {
+  for (int pass = 0; course && pass < 3; ++pass)
+    for (const auto& event : *course) {
       if (event.act == Act::gather) bring_in(event.index, event.place);
       if (event.act == Act::let_go) let_go(event.index);
       if (event.act == Act::keep_part) {
@@ -70,29 +70,32 @@ std::int64_t gathered_bytes(const std::vector<CourseUnit>& units, const std::vec
 // Walks through a step: what is out beside the model's state, and when that is most.
 class StepWalk {
  public:
-  StepWalk(const ModelDescription& model, const std::vector<FlatLayout>& flats, const DataParallel& layout,
-           const MemoryOptions& options)
-      : model_(model),
-        flats_(flats),
+  StepWalk(const std::vector<FlatLayout>& flats, const DataParallel& layout, const Activations& activations, bool on_host)
+      : flats_(flats),
         layout_(layout),
-        options_(options),
-        factors_(layout.factors()),
-        units_(course_units(model, flats)) {
-    std::int64_t saved = 0;
-    for (const auto& unit : model.units) kept_.push_back(saved += unit.activation_bytes(bytes_of(layout.compute)));
-  }
+        activations_(activations),
+        reductions_(whole_, on_host ? &arrivals_ : nullptr, flats, layout) {}
 
   void follow(const std::vector<Event>& course) {
     compressed_ = 0;
     for (const auto& event : course) {
-      last_ = event.microbatch + 1 == layout_.microbatches;
       switch (event.act) {
-        case Act::open_gradients: open(event.index); break;
-        case Act::backward: note(activations_in_backward(event.index)); break;
-        case Act::reduce: reduce(event.index); break;
+        case Act::forward: note(activations_.in_forward[event.index]); break;
+        case Act::open_gradients: reductions_.open(event.index); break;
+        case Act::backward:
+          note(activations_.in_backward[event.index]);
+          before_ = event.index > 0 ? activations_.kept[event.index - 1] + activations_.incoming[event.index - 1] : 0;
+          break;
+        case Act::reduce:
+          reductions_.launch(event.index);
+          note(0);
+          if (event.microbatch + 1 < layout_.microbatches) break;
+          compressed_ += compressed_bytes(flats_[event.index], layout_);
+          note(before_ + rounding_bytes(flats_[event.index]));
+          break;
         case Act::end_of_pass:
           note(0);
-          while (!flights_.empty()) land();
+          reductions_.land_all();
           break;
         default: break;
       }
@@ -100,81 +103,18 @@ class StepWalk {
     note(0);
   }
 
-  std::int64_t whole_gradients() const { return pool_.bytes(); }
+  std::int64_t whole_gradients() const { return whole_.bytes(); }
   std::int64_t communication() const { return arrivals_.bytes() + compressed_at_peak_; }
   std::int64_t activations() const { return activations_at_peak_; }
 
  private:
-  struct Flight {
-    std::optional<std::size_t> loan;
-    std::vector<std::int64_t> arrivals;  // where the parts of other ranks come
-  };
-
-  std::int64_t activations_in_backward(std::size_t at) const {
-    const auto& unit = model_.units[at];
-    const std::int64_t element = bytes_of(layout_.compute);
-    if (unit.kind == UnitKind::head && unit.output_elements * element * options_.tokens > most_logit_bytes)
-      return activations_of_chunks(at);
-    const std::int64_t incoming = unit.kind == UnitKind::head ? 0 : unit.output_elements;
-    const Dtype arrives = factors_.gradients > 1 ? layout_.reduction : layout_.gradient;
-    const std::int64_t weight = unit.weight_apart || arrives != layout_.compute ? unit.weight_elements * element : 0;
-    const std::int64_t working = std::max(unit.working_elements * element * options_.tokens,
-                                          unit.working_beside_weight * element * options_.tokens + weight);
-    return (kept_[at] + incoming * element) * options_.tokens + working;
-  }
-
-  // A head whose logits would be too many makes them in chunks, and both gradients in forward: that of the weight in fp32,
-  // that of its input in the place of the normed input, which is there as well until forward has ended.
-  std::int64_t activations_of_chunks(std::size_t at) const {
-    const auto& unit = model_.units[at];
-    const std::int64_t element = bytes_of(layout_.compute), input = unit.weight_elements / unit.output_elements;
-    const std::int64_t kept = kept_[at] - unit.output_elements * element;
-    const std::int64_t row_bytes = unit.output_elements * element;
-    return (kept + input * element) * options_.tokens + unit.weight_elements * bytes_of(Dtype::fp32) +
-           rows_of_chunk(options_.tokens, row_bytes) * row_bytes;
-  }
-
-  void open(std::size_t flat) {
-    while (flights_.size() >= limit()) land();
-    opened_.resize(flats_.size());
-    opened_[flat] = pool_.borrow(flats_[flat].trained_elements() * bytes_of(layout_.reduction));
-  }
-
-  void reduce(std::size_t flat) {
-    const std::int64_t wire = flats_[flat].trained_elements() * bytes_of(layout_.reduction);
-    if (layout_.shard > 1) {
-      Flight flight;
-      if (factors_.gradients > 1)
-        flight.loan = opened_[flat];
-      else if (layout_.reduction != layout_.gradient)
-        flight.loan = pool_.borrow(wire);
-      for (const auto& region : flats_[flat].regions)
-        if (options_.on_host && region.trained)
-          flight.arrivals.push_back(
-              arrivals_.take(region.elements / layout_.shard * (layout_.shard - 1) * bytes_of(layout_.reduction)));
-      flights_.push_back(std::move(flight));
-      note(0);
-      while (flights_.size() >= limit()) land();
-    }
-    if (last_ && layout_.replicate > 1) compressed_ += compressed_bytes(flats_[flat]);
-  }
-
-  // What the reduction over the replicas holds until backward has ended, or, with PowerSGD, for good.
-  std::int64_t compressed_bytes(const FlatLayout& flat) const {
-    const std::int64_t elements = flat.trained_elements() / layout_.shard;
-    switch (layout_.compression) {
-      case Compression::none: return 0;
-      case Compression::bf16:
-      case Compression::fp16: return 2 * elements;
-      case Compression::powersgd: return elements * bytes_of(layout_.gradient);
-    }
-    return 0;
-  }
-
-  void land() {
-    if (flights_.front().loan) pool_.give_back(*flights_.front().loan);
-    for (const auto buffer : flights_.front().arrivals) arrivals_.give_back(buffer);
-    flights_.pop_front();
+  // Gradients are divided before they are rounded.
+  std::int64_t rounding_bytes(const FlatLayout& flat) const {
+    if (layout_.compression != Compression::bf16 && layout_.compression != Compression::fp16) return 0;
+    std::int64_t most = 0;
+    for (const auto& region : flat.regions)
+      if (region.trained) most = std::max(most, region.elements / layout_.shard * bytes_of(layout_.gradient));
+    return most;
   }
 
   void note(std::int64_t activations) {
@@ -183,21 +123,14 @@ class StepWalk {
     compressed_at_peak_ = compressed_;
   }
 
-  std::size_t limit() const { return static_cast<std::size_t>(whole_gradient_limit(layout_)); }
-
-  const ModelDescription& model_;
   const std::vector<FlatLayout>& flats_;
   const DataParallel& layout_;
-  const MemoryOptions& options_;
-  Factors factors_;
-  std::vector<CourseUnit> units_;
-  std::vector<std::int64_t> kept_;  // per Unit: what forward has kept up to its end, per token
-  Loans pool_;
-  std::vector<std::size_t> opened_;  // per buffer: the loan of its whole gradient
-  std::deque<Flight> flights_;
-  bool last_ = true;
+  const Activations& activations_;
+  Loans whole_;
   Arrivals arrivals_;
+  Reductions reductions_;
   std::int64_t compressed_ = 0;
+  std::int64_t before_ = 0;  // what Units keep whose backward is yet to come
   std::int64_t activations_at_peak_ = 0, compressed_at_peak_ = 0;
 };
 
@@ -226,6 +159,17 @@ ModelState model_state(const std::vector<FlatLayout>& flats, const DataParallel&
   return state;
 }
 
+std::int64_t compressed_bytes(const FlatLayout& flat, const DataParallel& layout) {
+  const std::int64_t elements = flat.trained_elements() / layout.shard;
+  switch (layout.compression) {
+    case Compression::none: return 0;
+    case Compression::bf16:
+    case Compression::fp16: return 2 * elements;
+    case Compression::powersgd: return elements * bytes_of(layout.gradient);
+  }
+  return 0;
+}
+
 Memory memory_of(const ModelDescription& model, const DataParallel& given, const MemoryOptions& options) {
   const auto flats = flats_of(model, given);
   DataParallel layout = given;
@@ -233,14 +177,19 @@ Memory memory_of(const ModelDescription& model, const DataParallel& given, const
   if (options.on_host) layout.offload = Offload::none;
   const auto units = course_units(model, flats);
   const auto course = course_of_step(units, layout);
-  StepWalk walk(model, flats, layout, options);
+  const auto activations = activations_of(model, units, layout, {.tokens = options.tokens, .on_host = options.on_host});
+  StepWalk walk(flats, layout, activations, options.on_host);
   for (int step = 0; step < 2; ++step) walk.follow(course);
+  const bool unit_by_unit = given.comes_and_goes() && !options.built_whole;
   return {.state = model_state(flats, layout, options.optimizer_states),
-          .gathered = gathered_bytes(units, flats, layout, course),
+          .gathered = gathered_bytes(units, flats, layout, options.learns_order ? &course : nullptr),
           .whole_gradients = walk.whole_gradients(),
           .communication = walk.communication(),
           .activations = walk.activations(),
-          .data = options.data_bytes + model.constant_bytes};
+          .data = options.data_bytes + model.constant_bytes,
+          .workspaces = options.workspace_bytes,
+          .building = model.constant_bytes +
+                      (unit_by_unit ? bytes_unit_by_unit(units, flats, layout) : bytes_of_whole_build(flats, layout))};
 }
 
 const std::vector<PrecisionKind>& precision_kinds() {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -30,9 +31,12 @@ struct MemoryOptions {
   // Ranks compute on the host: there is nothing to offload to, and parts of scattered gradients are received beside those
   // that are sent, as by Gloo.
   bool on_host = true;
+  std::int64_t workspace_bytes = 0;  // what libraries of a GPU work in
+  bool learns_order = true;          // false: ranks agree on every gather, and none is ahead
+  bool built_whole = false;          // the model is built before any of it is sharded, whatever comes and goes afterwards
 };
 
-// At the peak of a step, from the third on.
+// At the peak of a run: that of a step, from the third on, or that of building the model.
 struct Memory {
   ModelState state{};
   std::int64_t gathered = 0;         // buffers for parameters of Units that are in
@@ -40,11 +44,18 @@ struct Memory {
   std::int64_t communication = 0;    // compressed gradients, and what is received
   std::int64_t activations = 0;      // of one microbatch, with the gradients among them
   std::int64_t data = 0;             // batches, and the model's tables
+  std::int64_t workspaces = 0;       // of libraries
+  std::int64_t building = 0;         // all that is held, at most, before the first step
 
-  std::int64_t total() const { return state.total() + gathered + whole_gradients + communication + activations + data; }
+  std::int64_t step() const {
+    return state.total() + gathered + whole_gradients + communication + activations + data + workspaces;
+  }
+  std::int64_t total() const { return std::max(step(), building); }
 };
 
 BONFIRE_API ModelState model_state(const std::vector<FlatLayout>& flats, const DataParallel& layout, int optimizer_states);
+// What the reduction of one buffer over the replicas holds until backward has ended, or, with PowerSGD, for good.
+BONFIRE_API std::int64_t compressed_bytes(const FlatLayout& flat, const DataParallel& layout);
 BONFIRE_API Memory memory_of(const ModelDescription& model, const DataParallel& layout, const MemoryOptions& options);
 
 // --- The tables people know: bytes of model state per parameter, in the limit of a large model, where padding is nothing.

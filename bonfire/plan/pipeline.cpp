@@ -13,11 +13,6 @@ namespace {
 using schedule::Action;
 using schedule::Kind;
 
-ModelDescription stage_model(const ModelDescription& model, const PipelineLayout& layout, int stage) {
-  const auto& [begin, end] = layout.stages.at(static_cast<std::size_t>(stage));
-  return part_of(model, begin, end);
-}
-
 bool shares(const ModelDescription& part) {
   return std::any_of(part.units.begin(), part.units.end(), [](const auto& unit) { return !unit.shared.empty(); });
 }
@@ -132,14 +127,20 @@ class Row {
 
 }  // namespace
 
+ModelDescription stage_model(const ModelDescription& model, const PipelineLayout& layout, int stage) {
+  const auto& [begin, end] = layout.stages.at(static_cast<std::size_t>(stage));
+  return part_of(model, begin, end);
+}
+
 std::vector<FlatLayout> flats_of_stage(const ModelDescription& model, const PipelineLayout& layout, int stage) {
   const auto part = stage_model(model, layout, stage);
   const auto& data = layout.data;
   if (!shares(part) || tied_stages(model, layout).size() < 2) return flats_of(part, data);
   // Tied weights lie apart. They come first in the backward of a stage that ends with the head.
   auto groups = groups_in_backward_order(part);
-  groups.back().apart = true;
-  if (part.units.back().kind == UnitKind::head) std::rotate(groups.begin(), groups.end() - 1, groups.end());
+  const auto root = std::find_if(groups.begin(), groups.end(), [](const auto& group) { return group.name.empty(); });
+  root->apart = true;
+  if (part.units.back().kind == UnitKind::head) std::rotate(groups.begin(), root, root + 1);
   return flats_of(std::move(groups), data);
 }
 

@@ -6,6 +6,7 @@
 #include "bonfire/base/api.h"
 #include "bonfire/base/collective.h"
 #include "bonfire/plan/layout.h"
+#include "bonfire/plan/memory.h"
 #include "bonfire/plan/model.h"
 #include "bonfire/schedule/schedule.h"
 
@@ -28,6 +29,8 @@ struct PipelineLayout {
   bool weighs = false;                  // microbatches have weights: their sum over the data-parallel ranks is one more
 };
 
+// The Units of a stage as a model of its own.
+BONFIRE_API ModelDescription stage_model(const ModelDescription& model, const PipelineLayout& layout, int stage);
 // The flat buffers of a stage, in the order in which its backward finishes them.
 BONFIRE_API std::vector<FlatLayout> flats_of_stage(const ModelDescription& model, const PipelineLayout& layout, int stage);
 
@@ -40,5 +43,9 @@ BONFIRE_API std::int64_t crossing_bytes(const ModelDescription& model, const Pip
 // their places in the list are not exact.
 BONFIRE_API std::vector<Collective> collectives_of_step(const ModelDescription& model, const PipelineLayout& layout,
                                                         int rank);
+
+// The peak of a pipeline rank. `options.tokens` does not count.
+BONFIRE_API Memory memory_of(const ModelDescription& model, const PipelineLayout& layout, const MemoryOptions& options,
+                             int rank);
 
 }  // namespace bonfire::plan

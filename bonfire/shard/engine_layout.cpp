@@ -372,6 +372,10 @@ void Engine::State::tell_residency() {
 std::vector<std::size_t> Engine::State::likely_order() const {
   std::vector<std::size_t> reversed(groups.size());
   std::iota(reversed.rbegin(), reversed.rend(), std::size_t{0});
+  // Last what has no gradients: it is never finished.
+  std::stable_partition(reversed.begin(), reversed.end(), [&](std::size_t group) {
+    return std::any_of(members[group].begin(), members[group].end(), [&](auto at) { return parameters[at].trained; });
+  });
   return reversed;
 }
 

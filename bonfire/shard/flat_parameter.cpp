@@ -69,16 +69,8 @@ FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> pa
     const bool rounded = region.master != region.compute || masters_on != held_on;
     share.master = rounded ? fresh(mine.length, type, masters_on, device) : own;
     if (rounded) (region.compute == plan::Dtype::fp8 ? share.eight_bits : share.low_precision) = own;
-    const auto gradient_type = options_.gradient.value_or(type);
-    if (gradients == 1) {
-      gradients_[at] = fresh(region.elements, gradient_type, device, device);
-      share.gradient = gradients_[at].narrow(0, mine.begin, mine.length);
-    } else {
-      share.gradient = fresh(mine.length, gradient_type, device, device);
-    }
     trained_.push_back(std::move(share));
   }
-  gradients_open_ = keeps_gradients_ = gradients == 1;
 
   const auto magnitudes = at::zeros({layout_.scales()}, at::TensorOptions(at::kFloat).device(device));
   for (std::size_t at = 0; at < parameters_.size(); ++at) {
@@ -98,6 +90,19 @@ FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> pa
     parameters_[at].set_data(views_.back());
   }
   inverse_scales_ = bonfire::inverse_scales(magnitudes);
+
+  // Only now: the memory that the parameters came in has gone.
+  for (auto& share : trained_) {
+    const auto& region = layout_.regions[share.region];
+    const auto type = options_.gradient.value_or(scalar_type(region.master));
+    if (gradients == 1) {
+      gradients_[share.region] = fresh(region.elements, type, device, device);
+      share.gradient = gradients_[share.region].narrow(0, share.share.begin, share.share.length);
+    } else {
+      share.gradient = fresh(share.share.length, type, device, device);
+    }
+  }
+  gradients_open_ = keeps_gradients_ = gradients == 1;
   if (always_present_) return;
   describe_freed();
   free_memory(storage_);

@@ -34,4 +34,9 @@ bool wants_graphs(const Config& config, c10::Device device) {
   return asked != "off" && !device.is_cpu() && hindrance.empty();
 }
 
+std::int64_t steps_to_settle(const Config& config, c10::Device device) {
+  if (device.is_cpu()) return 1;
+  return wants_graphs(config, device) ? 1 + steps_before_capture + 1 : 2;
+}
+
 }  // namespace bonfire

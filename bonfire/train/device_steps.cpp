@@ -17,10 +17,6 @@
 namespace bonfire {
 namespace {
 
-// In the first step, which is taken in parts, buffers are made, orders agreed on, and products tried; in the second
-// parameters lie where they will stay, and products that add to a gradient are tried.
-constexpr std::int64_t steps_before_capture = 2;
-
 bool alike(const at::Tensor& a, const at::Tensor& b) { return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type(); }
 
 bool alike(const std::vector<Batch>& a, const std::vector<Batch>& b) {

@@ -7,6 +7,7 @@
 #include "bonfire/base/size.h"
 #include "bonfire/comm/device.h"
 #include "bonfire/comm/progress.h"
+#include "bonfire/train/capturable.h"
 #include "bonfire/train/predict.h"
 #include "bonfire/train/run_folder.h"
 
@@ -21,9 +22,11 @@ double median(std::vector<double> values) {
   return (*middle + *std::max_element(values.begin(), middle)) / 2;
 }
 
-// The first step also sets up buffers and connections: it tells nothing about the others.
-std::vector<double> settled(const std::vector<double>& seconds) {
-  return seconds.size() > 1 ? std::vector<double>(seconds.begin() + 1, seconds.end()) : seconds;
+// The first steps also set up buffers and connections: they tell nothing about the others. But something is reported,
+// always.
+std::vector<double> settled(const std::vector<double>& seconds, std::int64_t steps) {
+  const auto left_out = std::min(steps, static_cast<std::int64_t>(seconds.size()) - 1);
+  return left_out > 0 ? std::vector<double>(seconds.begin() + left_out, seconds.end()) : seconds;
 }
 
 std::string describe_run(const Run& run) {
@@ -93,7 +96,8 @@ void Journal::write_step() {
 TrainReport Journal::finish() {
   progress_.reset();
   const auto& group = run_.world.group();
-  const auto seconds = settled(step_seconds_);
+  const auto seconds = settled(step_seconds_, steps_to_settle(run_.config, run_.world.device()));
+  const double step_seconds = group.max(median(seconds));
   const double total = std::accumulate(seconds.begin(), seconds.end(), 0.0);
   const auto tokens = static_cast<double>(run_.config.train.batch * run_.data.tokens_per_sample);
   TrainReport report{.name = run_.config.run.name,
@@ -105,8 +109,8 @@ TrainReport Journal::finish() {
                      .loss_last = metrics_.loss,
                      .entropy_floor = run_.data.entropy,
                      .eval_loss = eval_loss_,
-                     .tokens_per_second = tokens * static_cast<double>(seconds.size()) / group.max(total),
-                     .step_ms = 1e3 * group.max(median(seconds)),
+                     .tokens_per_second = tokens / step_seconds,
+                     .step_ms = 1e3 * step_seconds,
                      .peak_memory_bytes = static_cast<std::int64_t>(group.max(static_cast<double>(run_.memory.peak()))),
                      .predicted_memory_bytes = predict_memory(run_.config).total()};
   // On a GPU it is the stream that waits, not the host: what is counted there says nothing.

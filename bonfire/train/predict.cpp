@@ -1,9 +1,7 @@
 #include "bonfire/train/predict.h"
 
-#include <algorithm>
-#include <map>
-
 #include "bonfire/comm/device.h"
+#include "bonfire/plan/pipeline.h"
 #include "bonfire/train/selection.h"
 #include "bonfire/train/staged_model.h"
 
@@ -20,6 +18,9 @@ int optimizer_states(const Config::Optimizer& optimizer) {
   if (optimizer.type == "sgd") return optimizer.momentum != 0 ? 1 : 0;
   return optimizer.amsgrad ? 3 : 2;
 }
+
+// What cuBLAS has for a stream, and what the product that runs may have: 32 MiB each, as cuBLAS asks for on Hopper.
+constexpr std::int64_t gpu_workspaces = std::int64_t{64} << 20;
 
 std::int64_t tokens_per_sample(const Config& config) { return config.reads_tokens() ? config.data.sequence : 1; }
 
@@ -76,119 +77,36 @@ plan::MemoryOptions memory_options_of(const Config& config) {
           .tokens = config.train.microbatch * tokens_per_sample(config),
           // The step in use and the two that the loader reads ahead.
           .data_bytes = 3 * config.train.batch / config.data_ranks() * sample_bytes(config),
-          .on_host = on_host};
+          .on_host = on_host,
+          .workspace_bytes = on_host ? 0 : gpu_workspaces,
+          .learns_order = !config.layout.negotiate_order,
+          // A Unit that is being built does not know its name.
+          .built_whole = !config.layout.ignore.empty()};
 }
 
 namespace {
 
-// What a stage's microbatches keep, in bytes.
-struct StageMemory {
-  std::int64_t kept = 0;                // from forward for backward
-  std::int64_t working = 0;             // the most that a backward has, with what it keeps
-  std::int64_t put_off = 0;             // from the first half of a backward for the second: what each product reads
-  std::int64_t sent = 0, returned = 0;  // values for the next stage and gradients for the one before, on other ranks
-};
-
-std::int64_t put_off_elements(const plan::ModelDescription& part) {
-  std::int64_t elements = 0;
-  const auto add = [&](const plan::UnitDescription& unit, const std::vector<std::int64_t>& shape) {
-    // The rows of an embedding need the gradient alone.
-    if (shape.size() == 2) elements += shape[1] + (unit.kind == plan::UnitKind::embedding ? 0 : shape[0]);
-  };
-  for (const auto& unit : part.units) {
-    if (unit.kind != plan::UnitKind::root)
-      for (const auto& parameter : unit.parameters) add(unit, parameter.shape);
-    for (const auto& shared : unit.shared)
-      for (const auto& parameter : part.units.front().parameters)
-        if (parameter.name == shared) add(unit, parameter.shape);
-  }
-  return elements;
-}
-
-// The most that a rank's microbatches have at once, cell by cell of its row.
-std::int64_t most_in_flight(const std::vector<schedule::Action>& row, const std::map<int, StageMemory>& stages) {
-  std::int64_t now = 0, most = 0;
-  for (const auto& [stage, kind, microbatch] : row) {
-    const auto found = stages.find(stage);
-    if (found == stages.end()) continue;
-    const auto& of = found->second;
-    const auto at_once = [&](std::int64_t more) { most = std::max(most, now + more); };
-    switch (kind) {
-      case schedule::Kind::forward:
-        now += of.kept + of.sent;
-        at_once(0);
-        break;
-      case schedule::Kind::backward:
-        at_once(of.working - of.kept + of.returned);
-        now += of.returned - of.kept - of.sent;
-        break;
-      case schedule::Kind::input_gradient:
-        at_once(std::max(of.working, of.put_off) - of.kept + of.returned);
-        now += of.put_off + of.returned - of.kept - of.sent;
-        break;
-      case schedule::Kind::weight_gradient: now -= of.put_off; break;
-      default: break;
-    }
-  }
-  return most;
-}
-
-// The rank of a pipeline that needs most. Its stages are gathered whole, at most two at a time.
-plan::Memory predict_pipeline(const Config& config) {
-  const auto model = model_of(config);
-  const auto table = table_of(config);
-  const auto layout = data_parallel_of(config);
-  const auto options = memory_options_of(config);
-  const auto ranges = stages_of(config, table.stages);
-  const schedule::Index index(table);
-  const auto rank_of = [&](int stage) { return index.find(schedule::Kind::forward, stage, 0).rank; };
-  const std::int64_t element = plan::bytes_of(layout.compute);
-  const auto part_at = [&](int stage) {
-    const auto& range = ranges[static_cast<std::size_t>(stage)];
-    return plan::part_of(model, range.begin, range.end);
-  };
-  const auto outgoing = [&](int stage) { return part_at(stage).units.back().output_elements * element * options.tokens; };
-  plan::Memory most;
-  for (int rank = 0; rank < table.ranks(); ++rank) {
-    plan::Memory sum;
-    std::int64_t largest = 0;
-    std::map<int, StageMemory> stages;
-    for (int stage = 0; stage < table.stages; ++stage) {
-      if (rank_of(stage) != rank) continue;
-      const auto part = part_at(stage);
-      const auto one = plan::memory_of(part, layout, options);
-      sum.state.parameters += one.state.parameters;
-      sum.state.masters += one.state.masters;
-      sum.state.gradients += one.state.gradients;
-      sum.state.optimizer += one.state.optimizer;
-      sum.state.host += one.state.host;
-      std::int64_t whole = 0;
-      for (const auto& flat : plan::flats_of(part, layout)) whole += flat.bytes;
-      if (layout.comes_and_goes()) largest = std::max(largest, whole);
-      sum.whole_gradients += one.whole_gradients;
-      sum.communication = std::max(sum.communication, one.communication);
-      sum.data = one.data;
-      auto& of = stages[stage];
-      of.working = one.activations;
-      for (const auto& unit : part.units) of.kept += unit.activation_bytes(element) * options.tokens;
-      of.put_off = put_off_elements(part) * element * options.tokens;
-      if (stage + 1 < table.stages && rank_of(stage + 1) != rank) of.sent = outgoing(stage);
-      // Gloo does not tell when a message has gone; gradients are kept until the end of the step.
-      if (options.on_host && stage > 0 && rank_of(stage - 1) != rank) of.returned = outgoing(stage - 1);
-    }
-    if (stages.empty()) continue;
-    sum.gathered = largest * std::min<std::int64_t>(static_cast<std::int64_t>(stages.size()), 2);
-    sum.activations = most_in_flight(table.rows[static_cast<std::size_t>(rank)], stages);
-    if (sum.total() > most.total()) most = sum;
-  }
-  return most;
+plan::PipelineLayout pipeline_of(const Config& config) {
+  plan::PipelineLayout layout{
+      .table = table_of(config), .tokens = tokens_per_sample(config), .data = data_parallel_of(config)};
+  for (const auto& range : stages_of(config, layout.table.stages)) layout.stages.push_back({range.begin, range.end});
+  layout.samples.assign(static_cast<std::size_t>(layout.table.microbatches), config.train.microbatch);
+  return layout;
 }
 
 }  // namespace
 
 plan::Memory predict_memory(const Config& config) {
-  if (config.layout.pipeline > 1) return predict_pipeline(config);
-  return plan::memory_of(wrapped_model_of(config), data_parallel_of(config), memory_options_of(config));
+  const auto options = memory_options_of(config);
+  if (config.layout.pipeline == 1) return plan::memory_of(wrapped_model_of(config), data_parallel_of(config), options);
+  const auto model = model_of(config);
+  const auto layout = pipeline_of(config);
+  plan::Memory most;
+  for (int rank = 0; rank < layout.table.ranks(); ++rank) {
+    const auto memory = plan::memory_of(model, layout, options, rank);
+    if (memory.total() > most.total()) most = memory;
+  }
+  return most;
 }
 
 double step_flops(const Config& config) {

@@ -8,6 +8,8 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/toml.h"
+#include "bonfire/plan/activation_bytes.h"
+#include "bonfire/plan/course.h"
 #include "bonfire/plan/dtype.h"
 
 namespace bonfire {
@@ -22,10 +24,6 @@ bool fits(std::string_view pattern, std::string_view part) {
   for (std::size_t at = star; at <= part.size(); ++at)
     if (fits(rest, part.substr(at))) return true;
   return false;
-}
-
-std::string full_name(const plan::UnitDescription& unit, const plan::ParameterDescription& parameter) {
-  return unit.name.empty() ? parameter.name : unit.name + "." + parameter.name;
 }
 
 // Words that stand for many names.
@@ -179,6 +177,18 @@ plan::Kept kept_of(const Config& config) {
   return word == "all" ? plan::Kept::all : word == "activations" ? plan::Kept::activations : plan::Kept::least;
 }
 
+namespace {
+
+// Products in eight bits with one scale for a tensor keep what they have rounded; with one for each row it is of no use to
+// the gradient of the weight. They take rows by sixteens.
+plan::KeptAs kept_as(const Config& config) {
+  const bool eight = config.train.precision == "fp8" && config.train.fp8_scales == "tensor";
+  const auto tokens = config.train.microbatch * (config.reads_tokens() ? config.data.sequence : 1);
+  return eight && tokens % 16 == 0 ? plan::KeptAs::eight_bits : plan::KeptAs::computed;
+}
+
+}  // namespace
+
 plan::ModelDescription model_of(const Config& config) {
   auto model = plan::describe(config.model.spec);
   const auto& frozen = config.train.freeze;
@@ -187,7 +197,7 @@ plan::ModelDescription model_of(const Config& config) {
       if (is_ignored(config, unit, parameter) ||
           std::any_of(frozen.begin(), frozen.end(), [&](const auto& one) { return is_named(one, unit, parameter); }))
         parameter.trained = false;
-  plan::keep_for_backward(model, kept_of(config));
+  plan::keep_for_backward(model, kept_of(config), kept_as(config));
   return model;
 }
 

@@ -67,7 +67,7 @@ TEST(PlanMemory, HasTheTablesPeopleKnow) {
 TEST(PlanMemory, ReductionsComeToFourEightAndTheRanks) {
   const testing::Scratch scratch;
   scratch.write("a.toml", small);
-  const auto ended = scratch.bonfire("plan a.toml --memory --gpus 65536 --json");
+  const auto ended = scratch.bonfire("plan a.toml --memory --gpus 65536 --set train.batch=65536 --json");
   ASSERT_EQ(ended.code, 0) << ended.err;
   const auto json = nlohmann::json::parse(ended.out);
   std::map<std::string, double> mixed;
@@ -101,11 +101,31 @@ TEST(PlanMemory, IsReadableAndMarksTheFile) {
   }
 }
 
+// More ranks have less of the batch each: the file's row is what a run on so many ranks measures.
+TEST(PlanMemory, IsThatOfARunOnSoManyRanks) {
+  const testing::Scratch scratch;
+  scratch.write("a.toml", std::string("[run]\ndevice = \"cpu\"\n") + small + "[train]\nbatch = 64\n");
+  const auto bytes = [&](const std::string& arguments, const char* key) {
+    const auto ended = scratch.bonfire(arguments + " --json");
+    EXPECT_EQ(ended.code, 0) << ended.err;
+    return ended.code == 0 ? nlohmann::json::parse(ended.out).at(key).get<double>() : 0.0;
+  };
+  const double planned = bytes("plan a.toml --memory --gpus 4", "memory_bytes");
+  const double measured = bytes("bench step a.toml --ranks 4 --steps 2", "peak_memory_bytes");
+  EXPECT_NEAR(planned, measured, 0.05 * measured);
+  EXPECT_GT(bytes("plan a.toml --memory", "memory_bytes"), 2 * planned);
+  // The sharding factor stays, and there are more replicas.
+  const char* sharded = " --set layout.shard=2 --set layout.replicate=1";
+  EXPECT_EQ(bytes(std::string("plan a.toml --memory --gpus 4") + sharded, "memory_bytes"),
+            bytes("plan a.toml --memory --set layout.shard=2 --set layout.replicate=2", "memory_bytes"));
+}
+
 TEST(PlanMemory, BadRequestsAreOneLine) {
   const testing::Scratch scratch;
   scratch.write("a.toml", small);
   for (const char* arguments :
-       {"plan a.toml", "plan a.toml --memory --gpus 0", "plan a.toml --memory --cap -1", "plan b.toml --memory"}) {
+       {"plan a.toml", "plan a.toml --memory --gpus 3", "plan a.toml --memory --gpus 4 --set layout.shard=8",
+        "plan a.toml --memory --gpus 0", "plan a.toml --memory --cap -1", "plan b.toml --memory"}) {
     const auto ended = scratch.bonfire(arguments);
     EXPECT_EQ(ended.code, 2) << arguments;
     EXPECT_EQ(std::count(ended.err.begin(), ended.err.end(), '\n'), 1) << ended.err;

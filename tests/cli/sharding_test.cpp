@@ -170,6 +170,9 @@ TEST(Sharding, BenchStepTakesEveryLayout) {
     const auto report = nlohmann::json::parse(ended.out);
     for (const char* key : {"tokens_per_second", "step_ms", "peak_memory_bytes", "predicted_memory_bytes"})
       EXPECT_GT(report.at(key).get<double>(), 0) << key;
+    // Of the median step, as the summary says.
+    EXPECT_NEAR(report.at("tokens_per_second").get<double>() * report.at("step_ms").get<double>() * 1e-3, 12 * 6, 1e-6);
+    EXPECT_EQ(report.at("steps"), 3 + 1) << "one sets the run up";
   }
 }
 

@@ -27,6 +27,24 @@ TEST(Bucket, ClosesWhenItsSizeIsReached) {
   EXPECT_EQ(buckets[2].groups, (std::vector<std::size_t>{4, 5, 6}));
 }
 
+// While a buffer is made what goes into it exists twice, trained or not: frozen Units do not pile up in one.
+TEST(Bucket, CountsFrozenParametersToo) {
+  std::vector<ParameterGroup> groups;
+  for (int i = 0; i < 7; ++i) groups.push_back(group("g" + std::to_string(i), {128}, i == 0));
+  const auto buckets = bucket(groups, {.bucket_bytes = 1024, .first_bucket_bytes = 512});
+  ASSERT_EQ(buckets.size(), 4u);
+  EXPECT_EQ(buckets[1].groups, (std::vector<std::size_t>{1, 2}));
+  EXPECT_FALSE(buckets[1].any_trained());
+}
+
+TEST(Groups, WithNothingToReduceComeLast) {
+  auto model = describe({.type = ModelType::mlp, .dim = 64, .layers = 3, .inputs = 64, .classes = 64});
+  for (auto& parameter : model.units[2].parameters) parameter.trained = false;
+  std::vector<std::string> names;
+  for (const auto& group : groups_in_backward_order(model)) names.push_back(group.name);
+  EXPECT_EQ(names, (std::vector<std::string>{"head", "blocks.2", "blocks.0", "embedding", "blocks.1"}));
+}
+
 // Whatever the sizes and types: every parameter has its own aligned place in a region of its kind, trained regions come
 // first, and each region can be cut into equal parts.
 TEST(Bucket, PlacesEverythingOnceAlignedAndPadded) {

@@ -7,6 +7,8 @@
 
 #include <fmt/format.h>
 
+#include "bonfire/plan/activation_bytes.h"
+#include "bonfire/plan/course.h"
 #include "bonfire/plan/loans.h"
 #include "bonfire/plan/memory_table.h"
 #include "tests/plan/toy_model.h"
@@ -232,6 +234,74 @@ TEST(Memory, ActivationsFollowBackward) {
   EXPECT_EQ(memory_of(model, layout, {.tokens = 7}).activations, 7 * 4 * (30 + 3 + 5));
   model.units[2].working_beside_weight = 2;
   EXPECT_EQ(memory_of(model, {.compute = Dtype::bf16}, {.tokens = 7}).activations, 7 * 2 * (30 + 3 + 2) + 2000);
+}
+
+// Units in front of everything that is trained are run without a graph: they keep nothing.
+TEST(Memory, UnitsBeforeTheFirstTrainedOneKeepNothing) {
+  auto model = toy_model({256, 256, 256});
+  for (auto& unit : model.units) unit.saved_elements = 10, unit.output_elements = 3, unit.working_elements = 5;
+  const DataParallel layout{};
+  const auto all = memory_of(model, layout, {.tokens = 7}).activations;
+  model.units[0].parameters[0].trained = false;
+  EXPECT_EQ(memory_of(model, layout, {.tokens = 7}).activations, all - 7 * 4 * 10);
+  model.units[0].parameters[0].trained = true;
+  model.units[1].parameters[0].trained = false;
+  EXPECT_EQ(memory_of(model, layout, {.tokens = 7}).activations, all) << "gradients pass through it";
+}
+
+// Of the first one what lies in front of its first trained weight.
+TEST(Memory, OfTheFirstTrainedUnitCountsWhatFollowsItsFirstTrainedWeight) {
+  const ModelSpec spec{.type = ModelType::llama, .dim = 64, .layers = 2, .heads = 4, .ffn = 96, .vocab = 100};
+  const auto kept = [&](const std::vector<std::string>& trained) {
+    auto model = describe(spec);
+    for (auto& unit : model.units)
+      for (auto& parameter : unit.parameters)
+        parameter.trained =
+            unit.kind == UnitKind::head || std::any_of(trained.begin(), trained.end(), [&](const std::string& name) {
+              return full_name(unit, parameter).starts_with(name);
+            });
+    const DataParallel layout{};
+    const auto flats = flats_of(model, layout);
+    return activations_of(model, course_units(model, flats), layout, {.tokens = 1}).kept.back() / 4;
+  };
+  // Input, q, k, v, the result of attention, the middle, gate and up; rstd twice and a sum for each head.
+  const std::int64_t head = 64 + 64 + 100 + 1, block = 64 + 3 * 64 + 64 + 64 + 2 * 96 + 6;
+  EXPECT_EQ(kept({}), head);
+  EXPECT_EQ(kept({"embedding"}), head + 2 * block);
+  EXPECT_EQ(kept({"blocks.1"}), head + block);
+  EXPECT_EQ(kept({"blocks.1.attention.output"}), head + block - (64 + 3 * 64 + 5));
+  EXPECT_EQ(kept({"blocks.1.feed_norm"}), head + block - (64 + 4 * 64 + 5));
+  EXPECT_EQ(kept({"blocks.1.feed.down"}), head + 2 * 96);
+  EXPECT_EQ(kept({"blocks.0.feed.down", "blocks.1.feed.down"}), head + 2 * 96 + block);
+}
+
+TEST(Memory, WithoutALearnedOrderNothingIsGatheredAhead) {
+  const auto model = toy_model({1024, 1024, 1024, 1024, 1024, 1024});
+  for (const bool reshard : {true, false}) {
+    const DataParallel layout{.shard = 2, .what = Sharded::parameters, .reshard_after_forward = reshard};
+    EXPECT_EQ(memory_of(model, layout, {.learns_order = false}).gathered, (reshard ? 1 : 6) * 4096);
+    EXPECT_EQ(memory_of(model, layout, {}).gathered, (reshard ? 3 : 6) * 4096);
+  }
+}
+
+// A flat buffer is made beside the parameters that go into it, and its gradients when these have gone.
+TEST(Building, HoldsOneBufferTwice) {
+  auto model = toy_model({1024, 1024, 1024, 1024});
+  const std::int64_t unit = 4096;
+  const MemoryOptions options{.optimizer_states = 0};
+  EXPECT_EQ(memory_of(model, {}, options).building, 8 * unit) << "one bucket: twice, and then with gradients";
+  EXPECT_EQ(memory_of(model, {.compute = Dtype::bf16}, options).building, (4 + 2 + 4) * unit);
+  for (auto& each : model.units) each.parameters[0].trained = false;
+  EXPECT_EQ(memory_of(model, {}, options).building, 8 * unit);
+  const DataParallel small{.buckets = {.bucket_bytes = unit, .first_bucket_bytes = unit}};
+  const auto frozen = memory_of(model, small, options);
+  EXPECT_EQ(frozen.building, 5 * unit);
+  EXPECT_EQ(frozen.step(), 4 * unit);
+  EXPECT_EQ(frozen.total(), 5 * unit);
+  // Unit by Unit where they are sharded, unless the whole must be there first.
+  const DataParallel sharded{.shard = 4, .what = Sharded::parameters};
+  EXPECT_EQ(memory_of(model, sharded, options).building, 3 * unit / 4 + unit + unit / 4);
+  EXPECT_EQ(memory_of(model, sharded, {.optimizer_states = 0, .built_whole = true}).building, 4 * unit + unit / 4);
 }
 
 TEST(Memory, ShardingMoreNeverNeedsMore) {

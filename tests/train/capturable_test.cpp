@@ -38,6 +38,15 @@ TEST(Capturable, OnlyStepsOfAGpuAre) {
   EXPECT_TRUE(wants_graphs(config_of({"train.graphs=on"}), gpu));
 }
 
+// One step that sets the run up; on a GPU another, in which products that add to gradients are tried; and, where steps are
+// captured, one more and the one with the capture.
+TEST(Capturable, ARunSettlesWhenItHasCaptured) {
+  EXPECT_EQ(steps_to_settle(config_of({}), c10::kCPU), 1);
+  EXPECT_EQ(steps_to_settle(config_of({}), gpu), 4);
+  EXPECT_EQ(steps_to_settle(config_of({"train.graphs=off"}), gpu), 2);
+  EXPECT_EQ(steps_to_settle(config_of({"model.dropout=0.5"}), gpu), 2);
+}
+
 // What the host decides anew in each step is named where capturing is asked for, and hinders it where it is not.
 TEST(Capturable, WhatTheHostDecidesHinders) {
   const std::vector<std::pair<std::vector<std::string>, std::string>> hindrances = {

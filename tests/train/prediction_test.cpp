@@ -113,7 +113,8 @@ TEST_P(Prediction, OfEveryDivisionIsExact) {
       bonfire::Run run(world, config);
       for (int step = 0; step < 2; ++step) {
         const auto batches = run.loader.next();
-        run.whole().engine.backward(run.whole().model->loss(batches->microbatches.at(0).input, batches->microbatches.at(0).target));
+        run.whole().engine.backward(
+            run.whole().model->loss(batches->microbatches.at(0).input, batches->microbatches.at(0).target));
         run.whole().optimizer->step({});
       }
       const Held held = held_by(run);
@@ -125,6 +126,25 @@ TEST_P(Prediction, OfEveryDivisionIsExact) {
       EXPECT_EQ(predicted.optimizer, held.optimizer) << what;
     }
   });
+}
+
+// Where parameters are not sharded, no more of them exist twice while the model is built than one buffer has: with frozen
+// blocks and without optimizer state that is the peak of the run.
+TEST_P(Prediction, OfTheBuildingIsExact) {
+  for (const char* precision : {"fp32", "bf16"})
+    for (const std::string& freeze : {std::string("[]"), some_frozen.at(GetParam())}) {
+      Config config = parse_config(models.at(GetParam()), "a.toml",
+                                   {"run.device=cpu", "train.batch=4", fmt::format("train.precision={}", precision),
+                                    "optimizer.type=sgd", "optimizer.momentum=0", fmt::format("train.freeze={}", freeze),
+                                    "layout.bucket_mb=0.002", "layout.first_bucket_mb=0.001"});
+      resolve(config, 1);
+      const auto predicted = static_cast<double>(predict_memory(config).building);
+      // One rank: they are threads of one process here, which all have one meter.
+      testing::run_ranks(1, [&](World& world) {
+        const bonfire::Run run(world, config);
+        EXPECT_NEAR(static_cast<double>(run.memory.peak()), predicted, 1024) << precision << " " << freeze;
+      });
+    }
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, Prediction, ::testing::Values("llama", "gpt2", "mlp", "vgg"),

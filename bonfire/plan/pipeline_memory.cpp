@@ -1,0 +1,314 @@
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "bonfire/plan/activation_bytes.h"
+#include "bonfire/plan/building.h"
+#include "bonfire/plan/course.h"
+#include "bonfire/plan/loans.h"
+#include "bonfire/plan/pipeline.h"
+#include "bonfire/plan/reductions.h"
+
+namespace bonfire::plan {
+namespace {
+
+using schedule::Action;
+using schedule::Kind;
+
+// What the second half of a Unit's backward needs of the first, in elements per token: the two factors of each weight's
+// gradient, of which one is what forward read and the other the gradient of what it made. The rows of an embedding need the
+// gradient alone.
+std::int64_t put_off_elements(const ModelDescription& part, const UnitDescription& unit) {
+  std::int64_t elements = 0;
+  const auto add = [&](const ParameterDescription& parameter) {
+    const auto& shape = parameter.shape;
+    if (!parameter.trained || shape.size() != 2) return;
+    elements += unit.kind == UnitKind::embedding ? shape[1] : shape[0] + shape[1];
+  };
+  if (unit.kind != UnitKind::root)
+    for (const auto& parameter : unit.parameters) add(parameter);
+  for (const auto& shared : unit.shared)
+    for (const auto& parameter : part.units.front().parameters)
+      if (parameter.name == shared) add(parameter);
+  return elements;
+}
+
+struct StageCosts {
+  StageCosts(const ModelDescription& model, const PipelineLayout& layout, int stage)
+      : part(stage_model(model, layout, stage)),
+        flats(flats_of_stage(model, layout, stage)),
+        units(course_units(part, flats)) {
+    bool before = false;
+    int at = 0;
+    for (const auto& unit : model.units) {
+      if (unit.kind == UnitKind::root || at++ >= layout.stages[static_cast<std::size_t>(stage)].begin) continue;
+      before = before || trains(model, unit);
+    }
+    differentiates = before;
+  }
+
+  static bool trains(const ModelDescription& model, const UnitDescription& unit) {
+    const auto trained = [](const ParameterDescription& parameter) { return parameter.trained; };
+    if (std::any_of(unit.parameters.begin(), unit.parameters.end(), trained)) return true;
+    return std::any_of(unit.shared.begin(), unit.shared.end(), [&](const std::string& name) {
+      const auto& root = model.units.front().parameters;
+      return std::any_of(root.begin(), root.end(), [&](const auto& one) { return one.name == name && one.trained; });
+    });
+  }
+
+  bool runs_backward(std::size_t unit) const { return !units[unit].root && (differentiates || units[unit].backward); }
+
+  ModelDescription part;
+  std::vector<FlatLayout> flats;
+  std::vector<CourseUnit> units;
+  bool differentiates = false;  // a gradient of what comes in is wanted
+};
+
+// A rank's row, cell by cell. Buffers that a pool lends are never given away, so what they come to is added to the most of
+// everything else.
+class RowMemory {
+ public:
+  RowMemory(const ModelDescription& model, const PipelineLayout& layout, const MemoryOptions& options, int rank)
+      : model_(model), layout_(layout), options_(options), row_(layout.table.rows.at(static_cast<std::size_t>(rank))) {
+    if (options.on_host) layout_.data.offload = Offload::none;
+    for (const auto& action : row_)
+      if (action.kind == Kind::forward) stages_.try_emplace(action.stage, model, layout, action.stage);
+    for (auto& [stage, costs] : stages_)
+      reductions_.try_emplace(stage, whole_[pool_of(stage)], options.on_host ? &arrivals_ : nullptr, costs.flats,
+                              layout_.data);
+  }
+
+  Memory run() {
+    // A stage's parameters come in once before the first step, to see what it makes.
+    for (auto& [stage, costs] : stages_) unshard(stage), reshard(stage);
+    for (int step = 0; step < 3; ++step) {
+      now_ = 0;
+      compressed_ = 0;
+      for (at_ = 0; at_ < row_.size(); ++at_) execute(row_[at_]);
+    }
+    Memory memory{.gathered = sum_of(gathered_),
+                  .whole_gradients = sum_of(whole_),
+                  .communication = arrivals_.bytes() + links_.bytes() + compressed_at_peak_,
+                  .activations = most_,
+                  .data = options_.data_bytes + model_.constant_bytes,
+                  .workspaces = options_.workspace_bytes};
+    std::vector<FlatLayout> flats;
+    for (const auto& [stage, costs] : stages_) flats.insert(flats.end(), costs.flats.begin(), costs.flats.end());
+    memory.state = model_state(flats, layout_.data, options_.optimizer_states);
+    memory.building = model_.constant_bytes + bytes_of_whole_build(flats, layout_.data);
+    return memory;
+  }
+
+ private:
+  using Slot = std::pair<int, int>;  // stage and microbatch
+  using Pools = std::map<int, Loans>;
+
+  // Each stage has pools of its own.
+  static int pool_of(int stage) { return stage; }
+  static std::int64_t sum_of(const Pools& pools) {
+    std::int64_t sum = 0;
+    for (const auto& [number, pool] : pools) sum += pool.bytes();
+    return sum;
+  }
+
+  void execute(const Action& action) {
+    const Slot slot{action.stage, action.microbatch};
+    switch (action.kind) {
+      case Kind::forward: return forward(slot);
+      case Kind::backward: return backward(slot);
+      case Kind::input_gradient: return input_half(slot);
+      case Kind::weight_gradient: return weight_half(slot);
+      case Kind::receive_forward: received_[slot] = borrow(action.stage - 1, action.microbatch); return;
+      case Kind::receive_backward: gradients_[slot] = borrow(action.stage, action.microbatch); return;
+      case Kind::unshard: return unshard(action.stage);
+      case Kind::reshard: return reshard(action.stage);
+      case Kind::update: return reductions_.at(action.stage).land_all();
+      default: return;
+    }
+  }
+
+  std::size_t borrow(int stage, int microbatch) {
+    return links_.borrow(crossing(stage, microbatch), static_cast<std::int64_t>(at_));
+  }
+  std::int64_t crossing(int stage, int microbatch) const {
+    return stage < 0 || stage + 1 >= layout_.table.stages ? 0 : crossing_bytes(model_, layout_, stage, microbatch);
+  }
+  bool here(int stage) const { return stages_.contains(stage); }
+  std::int64_t tokens(int microbatch) const {
+    return layout_.samples.at(static_cast<std::size_t>(microbatch)) * layout_.tokens;
+  }
+  const Activations& activations(const Slot& slot) {
+    const auto count = tokens(slot.second);
+    const auto found = activations_.find({slot.first, count});
+    if (found != activations_.end()) return found->second;
+    const auto& of = stages_.at(slot.first);
+    return activations_[{slot.first, count}] =
+               activations_of(of.part, of.units, layout_.data,
+                              {.tokens = count, .on_host = options_.on_host, .input_differentiates = of.differentiates});
+  }
+
+  // What forward has kept, but for what came in: that is the result of the stage before it, or lies in a buffer of the link.
+  std::int64_t kept(const Slot& slot) {
+    return std::max<std::int64_t>(0, activations(slot).kept.back() - input_within(slot));
+  }
+  std::int64_t input_within(const Slot& slot) {
+    // Units of the model follow each other as those of its stages do; a root comes before them all.
+    const auto first = static_cast<std::size_t>(layout_.stages[static_cast<std::size_t>(slot.first)].begin) +
+                       (model_.units.front().kind == UnitKind::root ? 1 : 0);
+    return keeps_input(model_, first) && activations(slot).kept.back() > 0 ? crossing(slot.first - 1, slot.second) : 0;
+  }
+
+  void forward(const Slot& slot) {
+    const auto& of = activations(slot);
+    note(*std::max_element(of.in_forward.begin(), of.in_forward.end()));
+    now_ += kept(slot) + crossing(slot.first, slot.second);
+    note(0);
+  }
+
+  // Values whose gradient came back have been received.
+  void begin_backward(const Slot& slot) {
+    if (!here(slot.first + 1)) now_ -= crossing(slot.first, slot.second);
+  }
+  void end_backward(const Slot& slot) {
+    now_ -= kept(slot);
+    // The gradient that was given is held until the end.
+    if (const auto node = gradients_.extract(slot); !node.empty())
+      links_.give_back(node.mapped());
+    else
+      now_ -= crossing(slot.first, slot.second);
+    // What came in.
+    if (const auto node = received_.extract(slot); !node.empty())
+      links_.give_back(node.mapped());
+    else
+      now_ -= crossing(slot.first - 1, slot.second);
+  }
+  // The gradient of what came in goes to the stage before. Gloo does not tell when a message has gone: it is kept until the
+  // end of the step.
+  void hand_on(const Slot& slot) {
+    if (!stages_.at(slot.first).differentiates) return;
+    const auto bytes = crossing(slot.first - 1, slot.second);
+    note(bytes);
+    if (here(slot.first - 1) || options_.on_host) now_ += bytes;
+  }
+
+  // More than what `now_` counts, while backward is at this Unit.
+  std::int64_t at_unit(const Slot& slot, std::size_t unit) {
+    const auto& of = activations(slot);
+    const bool last = unit + 1 == of.kept.size();
+    return of.in_backward[unit] - (last ? of.incoming[unit] : 0) - input_within(slot) - kept(slot);
+  }
+
+  void backward(const Slot& slot) {
+    const auto& costs = stages_.at(slot.first);
+    begin_backward(slot);
+    for (std::size_t unit = costs.units.size(); unit-- > 0;) {
+      if (!costs.runs_backward(unit)) continue;
+      open(slot.first, unit);
+      note(at_unit(slot, unit));
+      launch(slot.first, unit);
+    }
+    end_backward(slot);
+    hand_on(slot);
+  }
+
+  void input_half(const Slot& slot) {
+    const auto& costs = stages_.at(slot.first);
+    begin_backward(slot);
+    std::int64_t later = 0;
+    for (std::size_t unit = costs.units.size(); unit-- > 0;) {
+      if (!costs.runs_backward(unit)) continue;
+      note(at_unit(slot, unit) + later);
+      later += put_off_elements(costs.part, costs.part.units[unit]) * bytes_of(layout_.data.compute) * tokens(slot.second);
+    }
+    end_backward(slot);
+    now_ += put_off_[slot] = later;
+    hand_on(slot);
+  }
+
+  void weight_half(const Slot& slot) {
+    const auto& costs = stages_.at(slot.first);
+    for (std::size_t unit = costs.units.size(); unit-- > 0;) {
+      if (!costs.runs_backward(unit)) continue;
+      open(slot.first, unit);
+      launch(slot.first, unit);
+    }
+    now_ -= put_off_[slot];
+  }
+
+  // Whether the gradients of this pass are reduced, and whether it is the step's last.
+  std::pair<bool, bool> reduces(int stage) const {
+    bool reduced = false;
+    for (std::size_t later = at_ + 1; later < row_.size(); ++later) {
+      if (row_[later].stage != stage) continue;
+      if (row_[later].kind == Kind::reduce && !reduced) {
+        reduced = true;
+        continue;
+      }
+      if (row_[later].kind == Kind::update) return {reduced, reduced};
+      if (schedule::ends_activation(row_[later].kind) || row_[later].kind == Kind::reduce) return {reduced, false};
+    }
+    return {reduced, reduced};
+  }
+
+  void open(int stage, std::size_t unit) {
+    for (const std::size_t flat : stages_.at(stage).units[unit].writes) reductions_.at(stage).open(flat);
+  }
+  void launch(int stage, std::size_t unit) {
+    const auto& costs = stages_.at(stage);
+    const auto [reduced, last] = reduces(stage);
+    if (!reduced) return;
+    for (const std::size_t flat : costs.units[unit].writes) {
+      // A tied weight's, when the last that writes it has.
+      bool more = false;
+      for (std::size_t other = 0; other < unit; ++other)
+        more = more || (costs.runs_backward(other) &&
+                        std::count(costs.units[other].writes.begin(), costs.units[other].writes.end(), flat) > 0);
+      if (more) continue;
+      reductions_.at(stage).launch(flat);
+      if (last) compressed_ += compressed_bytes(costs.flats[flat], layout_.data);
+    }
+  }
+  void unshard(int stage) {
+    if (!layout_.data.comes_and_goes()) return;
+    const auto& flats = stages_.at(stage).flats;
+    auto& loans = in_[stage];
+    for (std::size_t at = 0; at < flats.size(); ++at)
+      loans.push_back(
+          gathered_[pool_of(stage)].borrow(flats[at].bytes, stage * places_of_a_stage + static_cast<std::int64_t>(at)));
+  }
+  void reshard(int stage) {
+    for (const auto loan : std::exchange(in_[stage], {})) gathered_[pool_of(stage)].give_back(loan);
+  }
+
+  void note(std::int64_t more) {
+    if (now_ + more + compressed_ <= most_ + compressed_at_peak_) return;
+    most_ = now_ + more;
+    compressed_at_peak_ = compressed_;
+  }
+
+  static constexpr std::int64_t places_of_a_stage = 1 << 20;
+
+  const ModelDescription& model_;
+  PipelineLayout layout_;
+  const MemoryOptions& options_;
+  const std::vector<Action>& row_;
+  std::map<int, StageCosts> stages_;
+  std::map<std::pair<int, std::int64_t>, Activations> activations_;  // by stage and tokens
+  Pools gathered_, whole_;
+  Loans links_;
+  Arrivals arrivals_;
+  std::map<int, Reductions> reductions_;
+  std::map<int, std::vector<std::size_t>> in_;  // loans of stages that are gathered
+  std::map<Slot, std::size_t> received_, gradients_;
+  std::map<Slot, std::int64_t> put_off_;
+  std::size_t at_ = 0;  // the cell
+  std::int64_t now_ = 0, most_ = 0, compressed_ = 0, compressed_at_peak_ = 0;
+};
+
+}  // namespace
+
+Memory memory_of(const ModelDescription& model, const PipelineLayout& layout, const MemoryOptions& options, int rank) {
+  return RowMemory(model, layout, options, rank).run();
+}
+
+}  // namespace bonfire::plan

@@ -1,0 +1,44 @@
+#include "bonfire/plan/reductions.h"
+
+#include <utility>
+
+#include "bonfire/plan/course.h"
+
+namespace bonfire::plan {
+
+void Reductions::open(std::size_t flat) {
+  if (opened_[flat] || layout_.factors().gradients == 1) return;
+  make_room();
+  opened_[flat] = whole_.borrow(flats_[flat].trained_elements() * bytes_of(layout_.reduction));
+}
+
+void Reductions::launch(std::size_t flat) {
+  if (layout_.shard == 1 || !flats_[flat].any_trained()) return;
+  make_room();
+  Flight flight;
+  if (layout_.factors().gradients > 1)
+    flight.loan = std::exchange(opened_[flat], std::nullopt);
+  else if (layout_.reduction != layout_.gradient)
+    flight.loan = whole_.borrow(flats_[flat].trained_elements() * bytes_of(layout_.reduction));
+  for (const auto& region : flats_[flat].regions)
+    if (arrivals_ && region.trained)
+      flight.arrivals.push_back(
+          arrivals_->take(region.elements / layout_.shard * (layout_.shard - 1) * bytes_of(layout_.reduction)));
+  flights_.push_back(std::move(flight));
+}
+
+void Reductions::make_room() {
+  while (flights_.size() >= static_cast<std::size_t>(whole_gradient_limit(layout_))) land();
+}
+
+void Reductions::land() {
+  if (flights_.front().loan) whole_.give_back(*flights_.front().loan);
+  for (const auto buffer : flights_.front().arrivals) arrivals_->give_back(buffer);
+  flights_.pop_front();
+}
+
+void Reductions::land_all() {
+  while (!flights_.empty()) land();
+}
+
+}  // namespace bonfire::plan

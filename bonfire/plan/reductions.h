@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <vector>
+
+#include "bonfire/plan/layout.h"
+#include "bonfire/plan/loans.h"
+
+namespace bonfire::plan {
+
+// The reductions of one engine, in the order in which its backward issues them.
+class Reductions {
+ public:
+  // `whole`: where whole gradients lie on their way to the ranks that keep a share of them. `arrivals`: where the parts of
+  // other ranks come; null: they need no memory of this rank's.
+  Reductions(Loans& whole, Arrivals* arrivals, const std::vector<FlatLayout>& flats, const DataParallel& layout)
+      : whole_(whole), arrivals_(arrivals), flats_(flats), layout_(layout), opened_(flats.size()) {}
+
+  // Memory for the whole gradient of a buffer, where ranks keep shares of it only.
+  void open(std::size_t flat);
+  // It is complete, and on its way until a later one needs its place.
+  void launch(std::size_t flat);
+  // All of them have arrived.
+  void land_all();
+
+ private:
+  struct Flight {
+    std::optional<std::size_t> loan{};
+    std::vector<std::int64_t> arrivals{};
+  };
+  void land();
+  void make_room();
+
+  Loans& whole_;
+  Arrivals* arrivals_;
+  const std::vector<FlatLayout>& flats_;
+  const DataParallel& layout_;
+  std::vector<std::optional<std::size_t>> opened_;  // per buffer: the loan of its whole gradient
+  std::deque<Flight> flights_;
+};
+
+}  // namespace bonfire::plan
