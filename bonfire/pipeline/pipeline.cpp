@@ -19,6 +19,7 @@
 #include "bonfire/plan/sharding.h"
 #include "bonfire/schedule/passes.h"
 #include "bonfire/schedule/validate.h"
+#include "bonfire/shard/engine_memory.h"
 
 namespace bonfire {
 namespace {
@@ -152,8 +153,10 @@ Pipeline::State::State(const Mesh& on, Chain given, PipelineOptions asked)
   }
   ties.begin_equal(modules, device);
   std::map<int, Engine*> engines;
+  const auto memory = std::make_shared<EngineMemory>(device);
   for (auto& [stage, module] : built) {
     auto shard = options.shard;
+    shard.memory = memory;
     for (const auto& group : ties.groups())
       if (group.names.contains(stage)) shard.wrapping.apart.push_back(group.of(stage));
     const Stage::Place place{.number = stage, .stages = table.stages, .units = ranges[static_cast<std::size_t>(stage)]};

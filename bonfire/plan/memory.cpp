@@ -103,7 +103,7 @@ class StepWalk {
     note(0);
   }
 
-  std::int64_t whole_gradients() const { return whole_.bytes(); }
+  std::int64_t whole_gradients() const { return whole_.memory.bytes(); }
   std::int64_t communication() const { return arrivals_.bytes() + compressed_at_peak_; }
   std::int64_t activations() const { return activations_at_peak_; }
 
@@ -126,7 +126,7 @@ class StepWalk {
   const std::vector<FlatLayout>& flats_;
   const DataParallel& layout_;
   const Activations& activations_;
-  Loans whole_;
+  WholeGradients whole_;
   Arrivals arrivals_;
   Reductions reductions_;
   std::int64_t compressed_ = 0;

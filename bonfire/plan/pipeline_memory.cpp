@@ -74,8 +74,7 @@ class RowMemory {
     for (const auto& action : row_)
       if (action.kind == Kind::forward) stages_.try_emplace(action.stage, model, layout, action.stage);
     for (auto& [stage, costs] : stages_)
-      reductions_.try_emplace(stage, whole_[pool_of(stage)], options.on_host ? &arrivals_ : nullptr, costs.flats,
-                              layout_.data);
+      reductions_.try_emplace(stage, whole_, options.on_host ? &arrivals_ : nullptr, costs.flats, layout_.data);
   }
 
   Memory run() {
@@ -86,8 +85,8 @@ class RowMemory {
       compressed_ = 0;
       for (at_ = 0; at_ < row_.size(); ++at_) execute(row_[at_]);
     }
-    Memory memory{.gathered = sum_of(gathered_),
-                  .whole_gradients = sum_of(whole_),
+    Memory memory{.gathered = gathered_.bytes(),
+                  .whole_gradients = whole_.memory.bytes(),
                   .communication = arrivals_.bytes() + links_.bytes() + compressed_at_peak_,
                   .activations = most_,
                   .data = options_.data_bytes + model_.constant_bytes,
@@ -101,15 +100,6 @@ class RowMemory {
 
  private:
   using Slot = std::pair<int, int>;  // stage and microbatch
-  using Pools = std::map<int, Loans>;
-
-  // Each stage has pools of its own.
-  static int pool_of(int stage) { return stage; }
-  static std::int64_t sum_of(const Pools& pools) {
-    std::int64_t sum = 0;
-    for (const auto& [number, pool] : pools) sum += pool.bytes();
-    return sum;
-  }
 
   void execute(const Action& action) {
     const Slot slot{action.stage, action.microbatch};
@@ -273,11 +263,10 @@ class RowMemory {
     const auto& flats = stages_.at(stage).flats;
     auto& loans = in_[stage];
     for (std::size_t at = 0; at < flats.size(); ++at)
-      loans.push_back(
-          gathered_[pool_of(stage)].borrow(flats[at].bytes, stage * places_of_a_stage + static_cast<std::int64_t>(at)));
+      loans.push_back(gathered_.borrow(flats[at].bytes, stage * places_of_a_stage + static_cast<std::int64_t>(at)));
   }
   void reshard(int stage) {
-    for (const auto loan : std::exchange(in_[stage], {})) gathered_[pool_of(stage)].give_back(loan);
+    for (const auto loan : std::exchange(in_[stage], {})) gathered_.give_back(loan);
   }
 
   void note(std::int64_t more) {
@@ -294,7 +283,8 @@ class RowMemory {
   const std::vector<Action>& row_;
   std::map<int, StageCosts> stages_;
   std::map<std::pair<int, std::int64_t>, Activations> activations_;  // by stage and tokens
-  Pools gathered_, whole_;
+  Loans gathered_;
+  WholeGradients whole_;
   Loans links_;
   Arrivals arrivals_;
   std::map<int, Reductions> reductions_;

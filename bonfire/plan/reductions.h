@@ -10,12 +10,21 @@
 
 namespace bonfire::plan {
 
+class Reductions;
+
+// Where a rank's whole gradients lie on their way, and whose they are, in the order in which they set out: the stages of a
+// pipeline's rank share them.
+struct WholeGradients {
+  Loans memory{};
+  std::deque<Reductions*> flights{};
+};
+
 // The reductions of one engine, in the order in which its backward issues them.
 class Reductions {
  public:
   // `whole`: where whole gradients lie on their way to the ranks that keep a share of them. `arrivals`: where the parts of
   // other ranks come; null: they need no memory of this rank's.
-  Reductions(Loans& whole, Arrivals* arrivals, const std::vector<FlatLayout>& flats, const DataParallel& layout)
+  Reductions(WholeGradients& whole, Arrivals* arrivals, const std::vector<FlatLayout>& flats, const DataParallel& layout)
       : whole_(whole), arrivals_(arrivals), flats_(flats), layout_(layout), opened_(flats.size()) {}
 
   // Memory for the whole gradient of a buffer, where ranks keep shares of it only.
@@ -33,7 +42,7 @@ class Reductions {
   void land();
   void make_room();
 
-  Loans& whole_;
+  WholeGradients& whole_;
   Arrivals* arrivals_;
   const std::vector<FlatLayout>& flats_;
   const DataParallel& layout_;

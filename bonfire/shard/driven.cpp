@@ -9,7 +9,8 @@ void Engine::begin_step() { state_->follow_freezing(); }
 void Engine::unshard() {
   for (std::size_t at = 0; at < state_->flats.size(); ++at) {
     state_->flats[at]->require_intact();
-    state_->flats[at]->bring_in(state_->pool, {.group = state_->mesh.gathers(), .place = static_cast<std::int64_t>(at)});
+    state_->flats[at]->bring_in(
+        state_->pool, {.group = state_->mesh.gathers(), .place = state_->first_place + static_cast<std::int64_t>(at)});
   }
 }
 

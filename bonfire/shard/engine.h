@@ -25,6 +25,8 @@ class Module;
 
 namespace bonfire {
 
+struct EngineMemory;
+
 using plan::Accumulation;
 using plan::BackwardPrefetch;
 using plan::Offload;
@@ -86,6 +88,8 @@ struct ShardOptions {
   // Whoever runs the module says when parameters come and go and when gradients are reduced, instead of the seams and
   // Engine::backward: a pipeline, whose schedule decides both. See Engine::unshard.
   bool driven = false;
+  // With `driven`: buffers that this engine shares with others whose modules the same schedule runs; its own unless said.
+  std::shared_ptr<EngineMemory> memory{};
   bool debug = false;  // tensors that pass a seam are checked: none may lie in a parameter whose memory is out
   Log log{};
   Trace* trace = nullptr;
@@ -185,7 +189,8 @@ class BONFIRE_API Engine {
   // Changes when parameters move to other flat buffers: after the first backward, which teaches the order, and when some
   // were frozen or thawed.
   std::int64_t layout_version() const;
-  // Bytes that the pool of gathered parameters and the one of whole gradients hold on this rank.
+  // Bytes that the pool of gathered parameters and the one of whole gradients hold on this rank: with ShardOptions::memory,
+  // for all engines that share it.
   std::int64_t pool_bytes() const;
   // How long the host was inside the engine's own work at seams and gradients' arrivals, since it was made.
   double host_seconds() const;

@@ -31,6 +31,11 @@ class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
   std::function<void(const at::Tensor&)> arrived_;
 };
 
+at::Device device_of(const torch::nn::Module& module) {
+  const auto parameters = module.parameters();
+  return parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
+}
+
 // What a build scope has made of the Unit of this group; null where there was none.
 std::shared_ptr<PreparedUnit> prepared_in(const ModuleGroup& group) {
   return group.unit ? std::static_pointer_cast<PreparedUnit>(group.unit->prepared()) : nullptr;
@@ -40,10 +45,12 @@ std::shared_ptr<PreparedUnit> prepared_in(const ModuleGroup& group) {
 
 Engine::State::State(const Mesh& on, torch::nn::Module& module, ShardOptions asked)
     : settings(on, std::move(asked)),
-      pool(module.parameters().empty() ? at::Device(at::kCPU) : module.parameters().front().device()) {
+      memory(options.memory ? options.memory : std::make_shared<EngineMemory>(device_of(module))),
+      first_place(memory->engines++ << 20) {
+  require(!options.memory || options.driven, "ShardOptions::memory is for modules that a schedule runs (driven)");
   find_parameters(module);
   reduction = options.hook ? options.hook : make_reduction(mesh.group(Axis::replicate), settings.over_replicas());
-  reducer.emplace(pool.device(), reduction,
+  reducer.emplace(memory, reduction,
                   ReducerOptions{.shard = mesh.group(Axis::shard),
                                  .wire = settings.scattered_in(),
                                  .whole_gradients = settings.whole_gradients(),

@@ -9,6 +9,7 @@
 #include "bonfire/nn/gradient_slots.h"
 #include "bonfire/shard/buffer_pool.h"
 #include "bonfire/shard/engine.h"
+#include "bonfire/shard/engine_memory.h"
 #include "bonfire/shard/equality.h"
 #include "bonfire/shard/host_clock.h"
 #include "bonfire/shard/reducer.h"
@@ -130,7 +131,9 @@ struct Engine::State {
   };
   std::vector<Seam> seams;
 
-  BufferPool pool;  // of gathered parameters
+  const std::shared_ptr<EngineMemory> memory;
+  BufferPool& pool = memory->parameters;
+  const std::int64_t first_place;  // in the pool: no other engine that shares it has the same
   HostClock host;
   std::shared_ptr<Reduction> reduction;
   std::optional<Reducer> reducer;

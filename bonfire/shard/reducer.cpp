@@ -20,8 +20,10 @@ void Reducer::open(FlatParameter& flat) {
   flat.open_gradients(pool_);
 }
 
+// The one that set out first makes room, whoever reduces it.
 void Reducer::make_room() {
-  while (flights_.size() >= options_.whole_gradients && front_will_land()) land_front();
+  const auto& flights = memory_->flights;
+  while (flights.size() >= options_.whole_gradients && flights.front()->front_will_land()) flights.front()->land_front();
 }
 
 // Others may need something of this rank before they can reduce what it waits for: where ranks run Units in different
@@ -63,6 +65,7 @@ void Reducer::launch(std::size_t bucket) {
   if (auto memory = flat.close_gradients()) flight.memory.push_back(std::move(memory));
   flight.work = options_.shard.reduce_scatter(transfers, divide_first ? Reduce::sum : Reduce::average);
   flights_.push_back(std::move(flight));
+  memory_->flights.push_back(this);
   // Where streams wait for each other the rest is issued at once; a host looks again later.
   if (!pool_.device().is_cpu()) side_.run([&] { land(flights_.back()); });
   progress();
@@ -86,7 +89,7 @@ void Reducer::progress() {
     if (!flight.landed && !flight.work.done()) break;
     if (!flight.landed) land(flight);
   }
-  while (!flights_.empty() && flights_.front().landed && flights_.front().memory.empty()) flights_.pop_front();
+  while (!flights_.empty() && flights_.front().landed && flights_.front().memory.empty()) pop_front();
 }
 
 void Reducer::land(Flight& flight) {
@@ -112,6 +115,12 @@ void Reducer::land(Flight& flight) {
 
 void Reducer::land_front() {
   if (!flights_.front().landed) land(flights_.front());
+  pop_front();
+}
+
+void Reducer::pop_front() {
+  auto& flights = memory_->flights;
+  flights.erase(std::find(flights.begin(), flights.end(), this));
   flights_.pop_front();
 }
 
@@ -133,6 +142,7 @@ void Reducer::end() {
 
 void Reducer::forget() {
   flights_.clear();
+  std::erase(memory_->flights, this);
   replicas_->reset();
   if (flats_)
     for (auto& flat : *flats_) flat->close_gradients();

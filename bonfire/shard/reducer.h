@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bonfire/comm/group.h"
-#include "bonfire/shard/buffer_pool.h"
+#include "bonfire/shard/engine_memory.h"
 #include "bonfire/shard/flat_parameter.h"
 #include "bonfire/shard/reduction.h"
 #include "bonfire/shard/side_stream.h"
@@ -18,7 +18,7 @@ namespace bonfire {
 struct ReducerOptions {
   Group shard{};                         // among whom gradients are scattered
   std::optional<at::ScalarType> wire{};  // what they travel in, where that is not what they are kept in
-  std::size_t whole_gradients = 2;       // of them at most, written or on their way, exist at a time
+  std::size_t whole_gradients = 2;       // of them at most, written or on their way, exist at a time in the memory
   bool replicated = true;                // what is scattered has to be averaged over replicas, the sooner the better
   // Others reduce over the same ranks: what is begun, and when, must not depend on what has arrived meanwhile.
   bool in_company = false;
@@ -34,8 +34,14 @@ class Reducer {
  public:
   using Flats = std::vector<std::unique_ptr<FlatParameter>>;
 
-  Reducer(at::Device device, std::shared_ptr<Reduction> replicas, ReducerOptions options)
-      : pool_(device), side_(device), replicas_(std::move(replicas)), options_(std::move(options)) {}
+  Reducer(std::shared_ptr<EngineMemory> memory, std::shared_ptr<Reduction> replicas, ReducerOptions options)
+      : memory_(std::move(memory)),
+        side_(memory_->gradients.device()),
+        replicas_(std::move(replicas)),
+        options_(std::move(options)) {}
+  ~Reducer() { std::erase(memory_->flights, this); }
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
 
   // A backward begins. `last`: of its step, so that replicas are averaged too.
   void begin(Flats& flats, bool last);
@@ -70,11 +76,13 @@ class Reducer {
   at::Tensor on_wire(Flight& flight, const at::Tensor& whole);
   void land(Flight& flight);
   void land_front();
+  void pop_front();
   void land_all();
   bool front_will_land();
   void make_room();
 
-  BufferPool pool_;
+  std::shared_ptr<EngineMemory> memory_;
+  BufferPool& pool_ = memory_->gradients;
   SideStream side_;
   std::shared_ptr<Reduction> replicas_;
   ReducerOptions options_;
