@@ -132,6 +132,14 @@ Verdict verdict_of(const PipelineCase& each) {
     return Verdict::either;
   // Sums over the copies of two weights may wait for each other where ranks hold several stages.
   if (ties_of(each.units).size() > 1 && each.table.table.stages > each.table.ranks) return Verdict::either;
+  // The copies of a weight are summed before the first of them is updated. A row that adds to another one later is refused.
+  const auto updates_early = [](const std::vector<schedule::Action>& row) {
+    const auto update =
+        std::find_if(row.begin(), row.end(), [](const auto& action) { return action.kind == schedule::Kind::update; });
+    return std::any_of(update, row.end(), [](const auto& action) { return schedule::ends_activation(action.kind); });
+  };
+  const auto& rows = each.table.table.rows;
+  if (!ties_of(each.units).empty() && std::any_of(rows.begin(), rows.end(), updates_early)) return Verdict::either;
   return Verdict::works;
 }
 
