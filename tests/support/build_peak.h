@@ -8,7 +8,8 @@
 namespace bonfire::testing {
 
 // What a rank holds at most while a model is built Unit by Unit: the shares of those that are done and of the one at hand,
-// which is still whole; and the model's tables. The root's own parameters are there from the beginning.
+// which is still whole and has no gradients yet; and the model's tables. The root's own parameters are there from the
+// beginning.
 inline std::int64_t peak_of_build(const plan::ModelDescription& model, const plan::DataParallel& layout) {
   auto flats = plan::flats_of(model, layout);
   std::reverse(flats.begin(), flats.end());  // forward order, in which Units are built
@@ -17,13 +18,14 @@ inline std::int64_t peak_of_build(const plan::ModelDescription& model, const pla
   const std::int64_t element = plan::bytes_of(layout.master);
   for (const auto& unit : model.units) {
     if (unit.parameters.empty()) continue;
-    const auto state = plan::model_state({flats[flat++]}, layout, /*optimizer_states=*/0).total();
+    const auto state = plan::model_state({flats[flat++]}, layout, /*optimizer_states=*/0);
     if (unit.kind == plan::UnitKind::root) {
       root = unit.parameter_elements() * element;
       continue;  // the root is sharded when everything in it is
     }
-    shares += state;
-    peak = std::max(peak, shares + root + unit.parameter_elements() * element);
+    peak = std::max(peak, shares + state.total() - state.gradients + root + unit.parameter_elements() * element);
+    shares += state.total();
+    peak = std::max(peak, shares + root);
   }
   return peak + model.constant_bytes;
 }
