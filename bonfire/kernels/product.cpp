@@ -63,7 +63,7 @@ Tensor product_cpu(const Tensor& a, const Tensor& b, const OptionalTensor& bias,
 // Torch's products are of one type, and would round the sum to that of a and b: these are widened instead, some of the depth
 // at a time, so that the copies stay small.
 void widened_product_into(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
-  constexpr std::int64_t most_elements = std::int64_t{1} << 22;
+  constexpr std::int64_t most_elements = std::int64_t{1} << 18;
   if (!accumulate) out.zero_();
   const std::int64_t depth = a.size(1), at_once = std::max<std::int64_t>(16, most_elements / (a.size(0) + b.size(1) + 1));
   for (std::int64_t begin = 0; begin < depth; begin += at_once) {

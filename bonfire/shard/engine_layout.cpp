@@ -183,7 +183,10 @@ void Engine::State::install(torch::nn::Module& module) {
   }
   const auto& precision = options.precision;
   const bool follows = seams_gather() || precision.outputs || precision.keep;
-  if (!follows && (!precision.parameters || options.driven)) return;
+  // A seam keeps what it is given until forward has ended: none where nothing is rounded.
+  const bool rounds = std::any_of(parameters.begin(), parameters.end(),
+                                  [](const Parameter& parameter) { return parameter.compute != parameter.master; });
+  if (!follows && (!rounds || options.driven)) return;
   const auto hook = [&](UnitHooks& hooks) {
     const auto put = [&](UnitSeam* unit) {
       if (!unit || std::any_of(seams.begin(), seams.end(), [&](const Seam& known) { return known.unit == unit; })) return;
