@@ -121,9 +121,11 @@ class Walk {
   }
 
  private:
-  // In two bytes the CPU's attention is torch's, whose result lies in another order than the product after it reads.
+  // In two bytes the CPU's attention is torch's, and everywhere on a CPU that ours is not for. Its result lies in another
+  // order than the product after it reads.
   std::int64_t second_result(const UnitDescription& unit) const {
-    const bool torchs = options_.on_host && element_ == 2 && attends(model_.spec) && unit.kind == UnitKind::block;
+    const bool torchs = options_.on_host && (element_ == 2 || !options_.own_attention) && attends(model_.spec) &&
+                        unit.kind == UnitKind::block;
     return torchs && unit.saved_statistics > 0 ? BlockSizes(model_.spec).query : 0;
   }
 

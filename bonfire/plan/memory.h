@@ -31,6 +31,8 @@ struct MemoryOptions {
   // Ranks compute on the host: there is nothing to offload to, and parts of scattered gradients are received beside those
   // that are sent, as by Gloo.
   bool on_host = true;
+  // On the host: attention in fp32 is our own. Torch's keeps its result twice.
+  bool own_attention = true;
   std::int64_t workspace_bytes = 0;  // what libraries of a GPU work in
   bool learns_order = true;          // false: ranks agree on every gather, and none is ahead
   bool built_whole = false;          // the model is built before any of it is sharded, whatever comes and goes afterwards

@@ -1,6 +1,7 @@
 #include "bonfire/train/predict.h"
 
 #include "bonfire/comm/device.h"
+#include "bonfire/kernels/gemm.h"
 #include "bonfire/plan/pipeline.h"
 #include "bonfire/train/selection.h"
 #include "bonfire/train/staged_model.h"
@@ -78,6 +79,7 @@ plan::MemoryOptions memory_options_of(const Config& config) {
           // The step in use and the two that the loader reads ahead.
           .data_bytes = 3 * config.train.batch / config.data_ranks() * sample_bytes(config),
           .on_host = on_host,
+          .own_attention = cpu::prefers_own_gemm(),
           .workspace_bytes = on_host ? 0 : gpu_workspaces,
           .learns_order = !config.layout.negotiate_order,
           // A Unit that is being built does not know its name.
