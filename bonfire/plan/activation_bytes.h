@@ -31,6 +31,7 @@ BONFIRE_API bool keeps_input(const ModelDescription& model, std::size_t unit);
 struct ActivationOptions {
   std::int64_t tokens = 0;            // of the microbatch
   bool on_host = true;                // ranks compute on the host
+  bool own_attention = true;          // see MemoryOptions
   bool input_differentiates = false;  // a gradient of what the first Unit is given is wanted: it comes from an earlier stage
 };
 

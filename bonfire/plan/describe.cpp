@@ -94,8 +94,8 @@ void describe_llama(ModelDescription& model) {
     block.product_flops =
         product(dim, query + 2 * key) + product(query, dim) + product(dim, 2 * spec.ffn) + product(spec.ffn, dim);
     block.attention_flops_per_position = 4.0 * static_cast<double>(query);
-    // Input, q, k, v, attention's output, the middle of the block, gate and up. Norms and the product of gate and up are made
-    // again.
+    // Input, q, k, v, attention's output, the middle of the block, gate and up. Norms and the product of gate and up are
+    // made again.
     block.saved_elements = 2 * dim + 2 * query + 2 * key + 2 * spec.ffn;
     block.saved_statistics = 2 + spec.heads;
     block.output_elements = dim;

@@ -177,7 +177,8 @@ Memory memory_of(const ModelDescription& model, const DataParallel& given, const
   if (options.on_host) layout.offload = Offload::none;
   const auto units = course_units(model, flats);
   const auto course = course_of_step(units, layout);
-  const auto activations = activations_of(model, units, layout, {.tokens = options.tokens, .on_host = options.on_host});
+  const auto activations = activations_of(
+      model, units, layout, {.tokens = options.tokens, .on_host = options.on_host, .own_attention = options.own_attention});
   StepWalk walk(flats, layout, activations, options.on_host);
   for (int step = 0; step < 2; ++step) walk.follow(course);
   const bool unit_by_unit = given.comes_and_goes() && !options.built_whole;

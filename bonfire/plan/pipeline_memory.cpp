@@ -132,9 +132,11 @@ class RowMemory {
     const auto found = activations_.find({slot.first, count});
     if (found != activations_.end()) return found->second;
     const auto& of = stages_.at(slot.first);
-    return activations_[{slot.first, count}] =
-               activations_of(of.part, of.units, layout_.data,
-                              {.tokens = count, .on_host = options_.on_host, .input_differentiates = of.differentiates});
+    return activations_[{slot.first, count}] = activations_of(of.part, of.units, layout_.data,
+                                                              {.tokens = count,
+                                                               .on_host = options_.on_host,
+                                                               .own_attention = options_.own_attention,
+                                                               .input_differentiates = of.differentiates});
   }
 
   // What forward has kept, but for what came in: that is the result of the stage before it, or lies in a buffer of the link.
