@@ -60,15 +60,25 @@ bool Alarm::raise(const std::string& words, std::int64_t place, std::chrono::mil
 
 void Alarm::ask() {
   if (size_ == 1) return;
-  {
-    const std::lock_guard lock(mutex_);
-    if (!known() && store_->check({key() + "first"})) {
-      store_->compareSet(key() + "verdict", bytes_of(""), bytes_of(apart));
-      words_ = words_of_first();
-      broken_.store(true, std::memory_order_release);
-    }
+  constexpr auto patience = std::chrono::seconds(3);
+  if (!known()) {
+    const std::lock_guard lock(asking_);
+    if (!question_.valid()) question_ = std::async(std::launch::async, [this] { hear(); });
+    if (question_.wait_for(patience) == std::future_status::ready) std::exchange(question_, {}).wait();
   }
   check();
+}
+
+void Alarm::hear() {
+  const std::lock_guard lock(mutex_);
+  try {
+    if (known() || !store_->check({key() + "first"})) return;
+    store_->compareSet(key() + "verdict", bytes_of(""), bytes_of(apart));
+    words_ = words_of_first();
+    broken_.store(true, std::memory_order_release);
+  } catch (const std::exception&) {
+    // The store is gone.
+  }
 }
 
 void Alarm::check() const {

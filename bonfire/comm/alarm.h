@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <future>
 #include <mutex>
 #include <string>
 
@@ -27,7 +28,8 @@ class BONFIRE_API Alarm {
   // place, and may go on. False: from now on every wait and every collective of this World throws the words of the rank that
   // failed first.
   bool raise(const std::string& words, std::int64_t place, std::chrono::milliseconds patience);
-  // Throws PeerLost where a rank has raised the alarm. Asks the store: for somebody who has waited for a while.
+  // Throws PeerLost where a rank has raised the alarm. Asks the store: for somebody who has waited for a while. A store that
+  // does not answer within seconds, or is gone, knows of no alarm: its host may be stopped, and others look after that.
   void ask();
   // The same as far as this rank knows already.
   void check() const;
@@ -36,6 +38,7 @@ class BONFIRE_API Alarm {
  private:
   std::string key() const;
   std::string words_of_first() const;
+  void hear();
 
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_, size_;
@@ -43,6 +46,8 @@ class BONFIRE_API Alarm {
   std::int64_t epoch_ = 0;  // alarms that all ranks have survived
   std::string words_;
   std::atomic<bool> broken_{false};
+  std::mutex asking_;
+  std::future<void> question_;  // last: its end is waited for while the rest is still there
 };
 
 }  // namespace bonfire

@@ -126,17 +126,8 @@ class WatchedState : public Work::State {
     try {
       return work_.wait_for(time);
     } catch (const std::exception&) {
-      hear();
-      throw;
-    }
-  }
-  void hear() {
-    try {
       alarm_->ask();
-    } catch (const PeerLost&) {
       throw;
-    } catch (const std::exception&) {
-      // The store is gone as well.
     }
   }
 
