@@ -43,7 +43,7 @@ command:
 	@cmake --build $(BUILD) -j $(JOBS) --target command
 
 test: build
-	@cd $(BUILD) && ctest --output-on-failure --no-tests=error
+	@cd $(BUILD) && ctest --output-on-failure --no-tests=error --parallel $$(( 2 * $(JOBS) ))
 
 demo: command
 	@$(BUILD)/bonfire train examples/demo.toml --ranks 2

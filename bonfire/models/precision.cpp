@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include "bonfire/models/model.h"
 #include "bonfire/nn/layers.h"
 
 namespace bonfire {

@@ -5,10 +5,11 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/kernels/fp8.h"
-#include "bonfire/models/model.h"
 #include "bonfire/plan/activations.h"
 
 namespace bonfire {
+
+class Model;
 
 // From now on the products of the blocks are made in fp8, forward and backward. Embedding, head, norms, attention, weights,
 // gradients and what is communicated stay as they are.

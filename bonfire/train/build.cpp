@@ -6,6 +6,7 @@
 #include "bonfire/comm/device.h"
 #include "bonfire/train/capturable.h"
 #include "bonfire/train/staged_model.h"
+#include "bonfire/train/whole_model.h"
 
 namespace bonfire {
 namespace {

@@ -17,9 +17,10 @@
 #include "bonfire/train/memory.h"
 #include "bonfire/train/run_data.h"
 #include "bonfire/train/trainee.h"
-#include "bonfire/train/whole_model.h"
 
 namespace bonfire {
+
+class WholeModel;
 
 // Throws ConfigError where this GPU cannot compute in the precision that is asked for.
 BONFIRE_API void require_precision(const Config& config, const GpuInfo& gpu);

@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
+#include "bonfire/models/model.h"
 #include "bonfire/shard/build_scope.h"
 #include "bonfire/train/capturable.h"
 #include "bonfire/train/engine_options.h"

@@ -3,13 +3,14 @@
 #include <memory>
 
 #include "bonfire/comm/world.h"
-#include "bonfire/models/model.h"
 #include "bonfire/shard/engine.h"
 #include "bonfire/train/config.h"
 #include "bonfire/train/device_steps.h"
 #include "bonfire/train/trainee.h"
 
 namespace bonfire {
+
+class Model;
 
 // Every rank has the whole model, or its shares of all of it.
 class BONFIRE_API WholeModel final : public Trainee {

@@ -19,9 +19,11 @@
 #include "bonfire/comm/captured_work.h"
 #include "bonfire/comm/device.h"
 #include "bonfire/comm/recorder.h"
+#include "bonfire/models/model.h"
 #include "bonfire/train/build.h"
 #include "bonfire/train/loop.h"
 #include "bonfire/train/step.h"
+#include "bonfire/train/whole_model.h"
 #include "tests/support/gpu_ranks.h"
 
 namespace bonfire {

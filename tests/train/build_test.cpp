@@ -5,6 +5,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/comm/recorder.h"
 #include "bonfire/models/model.h"
+#include "bonfire/train/whole_model.h"
 #include "tests/support/ranks.h"
 
 namespace bonfire {

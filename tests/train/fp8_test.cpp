@@ -11,6 +11,7 @@
 #include "bonfire/train/build.h"
 #include "bonfire/train/predict.h"
 #include "bonfire/train/selection.h"
+#include "bonfire/train/whole_model.h"
 #include "tests/train/loop_fixture.h"
 #include "tests/train/step_collectives.h"
 

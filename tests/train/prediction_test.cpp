@@ -12,6 +12,7 @@
 #include "bonfire/plan/memory_table.h"
 #include "bonfire/train/build.h"
 #include "bonfire/train/selection.h"
+#include "bonfire/train/whole_model.h"
 #include "tests/support/ranks.h"
 #include "tests/support/small_net.h"
 
