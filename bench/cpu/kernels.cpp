@@ -22,8 +22,8 @@
 #include "bonfire/kernels/cross_entropy.h"
 #include "bonfire/kernels/norm.h"
 #include "bonfire/kernels/optimizer.h"
-#include "bonfire/kernels/sum_of_squares.h"
 #include "bonfire/kernels/product.h"
+#include "bonfire/kernels/sum_of_squares.h"
 
 namespace {
 

@@ -140,8 +140,7 @@ extern "C" __attribute__((visibility("default"))) int InitializeInjection() {
   std::size_t bytes = kBufferBytes, size = sizeof(bytes);
   cuptiActivitySetAttribute(CUPTI_ACTIVITY_ATTR_DEVICE_BUFFER_SIZE, &size, &bytes);
   cuptiActivityRegisterCallbacks(give_buffer, take_buffer);
-  for (const auto kind :
-       {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET})
+  for (const auto kind : {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET})
     cuptiActivityEnable(kind);
   std::atexit(write_times);
   return 1;

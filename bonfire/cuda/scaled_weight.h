@@ -6,8 +6,8 @@
 
 namespace bonfire::cuda {
 
-// Elements [first, first + length) of a fp32 weight, each `each` of which share a scale; all multiples of 4, and aligned to 16
-// bytes.
+// Elements [first, first + length) of a fp32 weight, each `each` of which share a scale; all multiples of 4, and aligned to
+// 16 bytes.
 struct WeightPartMemory {
   const float* x = nullptr;
   std::int64_t length = 0, first = 0, each = 0;

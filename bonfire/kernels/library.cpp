@@ -20,9 +20,9 @@ TORCH_LIBRARY(bonfire, m) {
   m.def("product(Tensor a, Tensor b, Tensor? bias, Tensor? residual) -> Tensor");
   m.def("product_into_(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()");
 
-  // wide = x weight^T + bias and its activation, SwiGLU where `gated`, otherwise GELU; and the gradient of wide, given that of
-  // what the activation was multiplied with: with the activation again and, of GELU, its sums over rows. What does not come
-  // is empty. Quicker than their parts only for what the device says that it takes.
+  // wide = x weight^T + bias and its activation, SwiGLU where `gated`, otherwise GELU; and the gradient of wide, given that
+  // of what the activation was multiplied with: with the activation again and, of GELU, its sums over rows. What does not
+  // come is empty. Quicker than their parts only for what the device says that it takes.
   m.def("takes_activated_product(Tensor x, Tensor weight, Tensor? bias, bool gated) -> bool");
   m.def("activated_product(Tensor x, Tensor weight, Tensor? bias, bool gated) -> (Tensor wide, Tensor active)");
   m.def("takes_activated_product_backward(Tensor dy, Tensor weight, Tensor wide, bool gated) -> bool");

@@ -66,10 +66,12 @@ TransformerBlockImpl::TransformerBlockImpl(const UnitContext& context, const pla
   attention_norm_ = register_module("attention_norm", take_norm(maker, "attention_norm", spec.norm_eps));
   const nn::Linear qkv = take_linear(maker, "attention.qkv"), output = take_linear(maker, "attention.output");
   attention_ = register_module(
-      "attention", nn::Attention(qkv, output,
-                                 nn::AttentionOptions{
-                                     .layout = {.heads = spec.heads, .kv_heads = spec.kv_heads, .rotary = context.rotary, .in_place = true},
-                                     .dropout = dropout_in(context, unit, "attention")}));
+      "attention",
+      nn::Attention(
+          qkv, output,
+          nn::AttentionOptions{
+              .layout = {.heads = spec.heads, .kv_heads = spec.kv_heads, .rotary = context.rotary, .in_place = true},
+              .dropout = dropout_in(context, unit, "attention")}));
   feed_norm_ = register_module("feed_norm", take_norm(maker, "feed_norm", spec.norm_eps));
   const bool gated = spec.type == plan::ModelType::llama;
   const nn::Linear up = take_linear(maker, gated ? "feed.gate_up" : "feed.up"), down = take_linear(maker, "feed.down");

@@ -50,10 +50,11 @@ struct ModuleGroup {
   bool apart = false;        // in a flat buffer of its own
 };
 
-// The floating-point parameters of `module` that have elements, grouped by the Unit they belong to, in the order in which the Units are met;
-// dtypes are mixed, and no group is empty. A parameter that is used in several Units belongs to the innermost one that
-// contains all its uses, so that it is there whenever one of them runs. Without Units, each parameter is a group of its own.
-// Throws ConfigError for a wrapping that cannot be, and for parameters that share a part of their memory.
+// The floating-point parameters of `module` that have elements, grouped by the Unit they belong to, in the order in which
+// the Units are met; dtypes are mixed, and no group is empty. A parameter that is used in several Units belongs to the
+// innermost one that contains all its uses, so that it is there whenever one of them runs. Without Units, each parameter is
+// a group of its own. Throws ConfigError for a wrapping that cannot be, and for parameters that share a part of their
+// memory.
 BONFIRE_API std::vector<ModuleGroup> groups_of(torch::nn::Module& module, const Wrapping& wrapping = {});
 
 // The buffers of `module` that no ignored module holds, each once.

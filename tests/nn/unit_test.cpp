@@ -133,9 +133,7 @@ struct TreeImpl : torch::nn::Module {
 };
 BONFIRE_UNIT(Tree);
 struct ConsumerImpl : torch::nn::Module {
-  Tensor forward(Tensor&& x, bool consume) {
-    return consume ? Tensor(std::move(x)) : x.clone();
-  }
+  Tensor forward(Tensor&& x, bool consume) { return consume ? Tensor(std::move(x)) : x.clone(); }
 };
 BONFIRE_UNIT(Consumer);
 struct WriterImpl : torch::nn::Module {

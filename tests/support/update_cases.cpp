@@ -26,7 +26,8 @@ void expect_many_updates_equal_single_ones(c10::Device device) {
     if (at % 3 == 0) buffers.low_precision = fresh(at::kBFloat16);
     if (at % 5 == 0) buffers.gradient_scale = scale;
     many.push_back(buffers);
-    for (auto which : {&AdamBuffers::parameters, &AdamBuffers::exp_avg, &AdamBuffers::exp_avg_sq, &AdamBuffers::low_precision})
+    for (auto which :
+         {&AdamBuffers::parameters, &AdamBuffers::exp_avg, &AdamBuffers::exp_avg_sq, &AdamBuffers::low_precision})
       if ((buffers.*which).defined()) buffers.*which = (buffers.*which).clone();
     single.push_back(buffers);
     steps.push_back({.lr = 0.01 * (at + 1), .weight_decay = at % 2 ? 0.1 : 0, .step = at + 1, .maximize = at % 4 == 1});
