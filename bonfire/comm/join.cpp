@@ -145,7 +145,7 @@ World world_from_store(StorePtr store, const Environment& place, JoinOptions opt
   world.address = gloo_address(options, place);
   if (options.device) world.device = options.device(place);
   World joined = World::from_store(own, place.rank, place.size, world);
-  const StallLimits limits = WatchdogOptions::limits_from(options.variables);
+  const StallLimits limits = StallLimits::from(options.variables);
   if (place.size > 1 && (limits.silent > 0 || limits.behind > 0))
     joined.keep(std::make_shared<Watchdog>(
         own, joined.progress(),
@@ -193,7 +193,7 @@ int run_rank(JoinOptions options, const std::function<int(World&)>& program) {
       options.on_stall = [error_file](const std::string& verdict) {
         leave(error_file, {.kind = FailureNote::Kind::stall, .message = verdict});
       };
-    const StallLimits limits = WatchdogOptions::limits_from(options.variables);
+    const StallLimits limits = StallLimits::from(options.variables);
     World world = world_from_environment(std::move(options));
     try {
       const int code = program(world);
