@@ -16,7 +16,7 @@ void keep_standard_streams() {
   }
 }
 
-void require_open_files(long needed, const char* what) {
+void require_open_files(long needed, const std::string& what) {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
   if (limit.rlim_cur < limit.rlim_max) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <string>
+
 #include "bonfire/base/api.h"
 
 namespace bonfire {
@@ -10,6 +12,6 @@ BONFIRE_API void keep_standard_streams();
 
 // Lets this process, and what it starts, open as many files as the system allows without asking: the hard limit. Throws
 // ConfigError that names `what` and both numbers where it needs more.
-BONFIRE_API void require_open_files(long needed, const char* what);
+BONFIRE_API void require_open_files(long needed, const std::string& what);
 
 }  // namespace bonfire

@@ -52,7 +52,8 @@ void check(const LauncherOptions& options) {
   if (options.program.empty() || options.program.front().empty()) fail_config("no program to launch was given");
   if (options.ranks < 1) fail_config("{} ranks: at least 1 is needed", options.ranks);
   // As many as the guardian can watch.
-  if (options.ranks > Guardian::kMost) fail_config("{} ranks on one node: at most {} are allowed", options.ranks, Guardian::kMost);
+  if (options.ranks > Guardian::kMost)
+    fail_config("{} ranks on one node: at most {} are allowed", options.ranks, Guardian::kMost);
   if (options.nodes < 1) fail_config("{} nodes: at least 1 is needed", options.nodes);
   if (options.node < 0 || options.node >= options.nodes)
     fail_config("node rank {} of {} nodes: from 0 to {} is allowed", options.node, options.nodes, options.nodes - 1);
@@ -110,8 +111,8 @@ LaunchOutcome attempt_all(const LauncherOptions& options, const std::filesystem:
   }
   std::unique_ptr<StoreClient> client;
   if (options.nodes > 1)
-    client = std::make_unique<StoreClient>(
-        StoreClientOptions{.server = store, .token = options.token, .answer_timeout = answer_timeout(rank_variables(options))});
+    client = std::make_unique<StoreClient>(StoreClientOptions{
+        .server = store, .token = options.token, .answer_timeout = answer_timeout(rank_variables(options))});
 
   LaunchOutcome outcome;
   outcome.log_folder = folder;
@@ -144,7 +145,7 @@ LaunchOutcome attempt_all(const LauncherOptions& options, const std::filesystem:
 LaunchOutcome launch_ranks(LauncherOptions options) {
   check(options);
   keep_standard_streams();
-  require_open_files(open_files(options), "so many ranks");
+  require_open_files(open_files(options), fmt::format("{} ranks", options.ranks * options.nodes));
   if (options.token.empty())
     options.token = options.nodes == 1 ? random_token() : job_token(process_variables(), to_string(options.master));
   if (!options.address.empty()) options.address = bindable(options.address);

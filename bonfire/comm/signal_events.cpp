@@ -38,7 +38,8 @@ SignalEvents::SignalEvents() {
   read_ = Socket(ends[0]);
   write_ = Socket(ends[1]);
   int nobody = -1;
-  require(pipe_end.compare_exchange_strong(nobody, write_.fd()), "this process launches ranks already: one launch at a time");
+  require(pipe_end.compare_exchange_strong(nobody, write_.fd()),
+          "this process launches ranks already: one launch at a time");
 
   sigemptyset(&ignored_);
   sigset_t wanted;

@@ -21,7 +21,8 @@ constexpr std::size_t kMostBytes = 1 << 20;  // waiting
 constexpr std::size_t kMostWords = 1000;     // messages of the launcher, which are not counted as bytes
 
 bool same_file(int a, int b) {
-  struct stat one {}, other {};
+  struct stat one {
+  }, other{};
   return fstat(a, &one) == 0 && fstat(b, &other) == 0 && one.st_dev == other.st_dev && one.st_ino == other.st_ino;
 }
 
