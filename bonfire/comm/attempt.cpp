@@ -12,6 +12,7 @@
 #include "bonfire/base/clock.h"
 #include "bonfire/base/error.h"
 #include "bonfire/comm/cores.h"
+#include "bonfire/comm/stop_signals.h"
 
 namespace bonfire {
 namespace {
@@ -88,7 +89,7 @@ void Attempt::start() {
   for (int local = 0; local < options_.ranks; ++local) try {
       ranks_.push_back(start(local));
       setting_.guardian.watch(ranks_.back().process.pid);
-    } catch (const Error&) {
+    } catch (...) {
       signal_all(SIGKILL);
       for (const Rank& rank : ranks_) {
         setting_.guardian.forget(rank.process.pid);
@@ -313,6 +314,9 @@ void Attempt::end_because(const RankFailure& failure) {
   failure_ = failure;
   ending_ = true;
   options_.log.error("{}{}", cause_of(failure), living() > 0 ? "; ending the other ranks" : "");
+  // Nobody is asked to end in good order: there is none left.
+  for (const Rank& rank : ranks_)
+    if (rank.alive) StopSignals::end_now(rank.process.pid);
   signal_all(SIGTERM);
   wake_stopped();
   kill_at_ = Clock::now() + options_.grace;

@@ -171,6 +171,7 @@ LaunchOutcome launch_ranks(LauncherOptions options) {
       options.log.info("the ranks' output is in {}", folder.path().string());
     }
     drain();
+    outcome.stdout_error = terminal.stdout_error();
     return outcome;
   } catch (...) {
     drain();

@@ -44,6 +44,8 @@ struct LaunchOutcome {
   int exit_code = 0;  // 0 done, 1 failed, 2 a rank refused its configuration, 3 stopped on request after saving
   std::optional<RankFailure> failure;  // the first one of the last attempt
   int restarts = 0;
+  // Why not all of the ranks' stdout has gone to this process's, as errno says it; 0: all has, or none was to.
+  int stdout_error = 0;
   std::filesystem::path log_folder;
 };
 

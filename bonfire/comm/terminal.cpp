@@ -26,8 +26,8 @@ bool same_file(int a, int b) {
   return fstat(a, &one) == 0 && fstat(b, &other) == 0 && one.st_dev == other.st_dev && one.st_ino == other.st_ino;
 }
 
-// False: nobody reads any more.
-bool write_all(int fd, const std::string& text) {
+// 0, or errno: nobody reads any more.
+int write_all(int fd, const std::string& text) {
   for (std::size_t done = 0; done < text.size();) {
     const ssize_t written = ::write(fd, text.data() + done, text.size() - done);
     if (written > 0)
@@ -35,9 +35,9 @@ bool write_all(int fd, const std::string& text) {
     else if (errno == EAGAIN)
       std::this_thread::sleep_for(10ms);  // another program has made the shared file non-blocking
     else if (errno != EINTR)
-      return false;
+      return errno;
   }
-  return true;
+  return 0;
 }
 
 }  // namespace
@@ -57,12 +57,14 @@ class Terminal::Lane : public std::enable_shared_from_this<Terminal::Lane> {
     const std::lock_guard lock(mutex_);
     if (leaving_out_ > 0 && bytes_ > kMostBytes / 2) {
       leaving_out_ += lines(text);
+      incomplete_ = incomplete_ || fd == STDOUT_FILENO;
       return;
     }
     say_what_was_left_out();
     if (bytes_ + text.size() > kMostBytes) {
       leaving_out_ += std::max<std::size_t>(1, lines(text));
       left_out_of_ = fd;
+      incomplete_ = incomplete_ || fd == STDOUT_FILENO;
       return;
     }
     bytes_ += text.size();
@@ -87,6 +89,14 @@ class Terminal::Lane : public std::enable_shared_from_this<Terminal::Lane> {
       if (give_up() || std::chrono::steady_clock::now() >= until) return;
       lock.lock();
     }
+  }
+
+  int stdout_error() {
+    const std::lock_guard lock(mutex_);
+    if (error_[0] != 0) return error_[0];
+    const bool waiting =
+        busy_ || std::any_of(queue_.begin(), queue_.end(), [](const Entry& entry) { return entry.fd == STDOUT_FILENO; });
+    return incomplete_ || waiting ? EAGAIN : 0;
   }
 
   void close() {
@@ -130,16 +140,16 @@ class Terminal::Lane : public std::enable_shared_from_this<Terminal::Lane> {
       queue_.pop_front();
       bytes_ -= std::min(bytes_, entry.text.size());
       if (entry.words) --words_;
-      const bool gone = entry.fd >= 0 && gone_[entry.fd == STDERR_FILENO];
+      const bool gone = entry.fd >= 0 && error_[entry.fd == STDERR_FILENO] != 0;
       busy_ = true;
       lock.unlock();
-      bool read = true;
+      int error = 0;
       if (entry.words)
         entry.words();
       else if (!gone)
-        read = write_all(entry.fd, entry.text);
+        error = write_all(entry.fd, entry.text);
       lock.lock();
-      if (!read) gone_[entry.fd == STDERR_FILENO] = true;
+      if (error != 0) error_[entry.fd == STDERR_FILENO] = error;
       busy_ = false;
       moved_.notify_all();
     }
@@ -153,7 +163,8 @@ class Terminal::Lane : public std::enable_shared_from_this<Terminal::Lane> {
   std::size_t words_ = 0;
   std::size_t leaving_out_ = 0;  // lines since the buffer was full
   int left_out_of_ = STDOUT_FILENO;
-  bool gone_[2] = {false, false};
+  int error_[2] = {0, 0};    // of stdout and stderr: nobody reads any more
+  bool incomplete_ = false;  // something for stdout was left out
   bool busy_ = false;
   bool closed_ = false;
 };
@@ -170,6 +181,8 @@ Terminal::~Terminal() {
   out_->close();
   err_->close();
 }
+
+int Terminal::stdout_error() const { return out_->stdout_error(); }
 
 void Terminal::write(Stream stream, std::string text) {
   lane(stream).write(stream == Stream::out ? STDOUT_FILENO : STDERR_FILENO, std::move(text));

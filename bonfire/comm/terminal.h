@@ -29,6 +29,8 @@ class Terminal {
 
   // Waits until all is written; no longer than `patience` where nothing moves, nor once `give_up` says so.
   void drain(std::chrono::milliseconds patience, const std::function<bool()>& give_up);
+  // Why not all that was for stdout has gone there, as errno says it (EAGAIN: nobody read it in time); 0: it has.
+  int stdout_error() const;
 
  private:
   class Lane;

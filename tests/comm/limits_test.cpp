@@ -1,4 +1,5 @@
 // What a machine or a container allows.
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 
@@ -6,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "bonfire/comm/cores.h"
+#include "bonfire/comm/device.h"
 #include "tests/comm/child.h"
 
 namespace bonfire {
@@ -36,6 +38,14 @@ TEST(Limits, TooFewOpenFilesAreRefusedWithBothNumbers) {
   EXPECT_TRUE(
       contains(run.output(), "bonfire: 64 ranks need about 576 open files, and this process may have 100 (ulimit -Hn)"))
       << run.output();
+}
+
+TEST(Limits, AWorkingFolderThatIsGoneIsNamed) {
+  const Folder folder;
+  Child run({"sh", "-c",
+             fmt::format("mkdir {0}/gone; cd {0}/gone; rmdir {0}/gone; exec {1} launch -- true", folder.path(), kBonfire)});
+  EXPECT_EQ(run.wait(20s), 2);
+  EXPECT_EQ(run.output(), "bonfire: the working folder does not exist any more: change to another one\n");
 }
 
 TEST(Limits, AQuotaOfVersion2IsTheSmallestOnTheWayUp) {
@@ -76,6 +86,37 @@ TEST(Limits, AQuotaOfVersion1) {
 TEST(Limits, NoQuotaIsNoLimit) {
   EXPECT_EQ(cpu_quota("/no/such/file", "/no/such/folder"), 0);
   EXPECT_GE(usable_cores(), 1);
+}
+
+TEST(Limits, RanksComeFromTheEnvironmentWhereNobodySaysMore) {
+  Child asked({kBonfire, "launch", "--", "sh", "-c", "echo of $WORLD_SIZE"}, {{"BONFIRE_RANKS", "3"}});
+  EXPECT_EQ(asked.wait(20s), 0) << asked.output();
+  EXPECT_TRUE(contains(asked.output(), "[rank 2] of 3")) << asked.output();
+  Child told({kBonfire, "launch", "-n", "2", "--", "sh", "-c", "echo of $WORLD_SIZE"}, {{"BONFIRE_RANKS", "3"}});
+  EXPECT_EQ(told.wait(20s), 0) << told.output();
+  EXPECT_TRUE(contains(told.output(), "[rank 1] of 2")) << told.output();
+  Child nonsense({kBonfire, "launch", "--", "true"}, {{"BONFIRE_RANKS", "many"}});
+  EXPECT_EQ(nonsense.wait(20s), 2) << nonsense.output();
+  EXPECT_TRUE(contains(nonsense.output(), "BONFIRE_RANKS is 'many'")) << nonsense.output();
+}
+
+TEST(Limits, OneRankForEachGpuWhereNobodySaysMore) {
+  const int gpus = std::max(1, gpu_count());
+  Child run({kBonfire, "launch", "--", "sh", "-c", "echo of $WORLD_SIZE"}, {{"BONFIRE_RANKS", ""}});
+  EXPECT_EQ(run.wait(60s), 0) << run.output();
+  EXPECT_TRUE(contains(run.output(), fmt::format("[rank {}] of {}", gpus - 1, gpus))) << run.output();
+}
+
+TEST(Limits, TrainingTakesItsRanksFromTheEnvironment) {
+  const Folder folder;
+  write(folder.path() + "/a.toml",
+        "[run]\nname = \"tiny\"\ndevice = \"cpu\"\n[model]\ndim = 16\nlayers = 1\nheads = 2\nvocab = 32\n[data]\nsequence = "
+        "8\n[train]\nsteps = 2\nbatch = 4\n");
+  Child run({kBonfire, "train", folder.path() + "/a.toml", "--set", "run.folder=" + folder.path() + "/runs"},
+            {{"BONFIRE_RANKS", "2"}});
+  EXPECT_EQ(run.wait(60s), 0) << run.output();
+  EXPECT_TRUE(std::filesystem::exists(folder.path() + "/runs/tiny/logs/rank-1.log")) << run.output();
+  EXPECT_FALSE(std::filesystem::exists(folder.path() + "/runs/tiny/logs/rank-2.log")) << run.output();
 }
 
 }  // namespace

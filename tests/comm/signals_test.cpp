@@ -2,14 +2,15 @@
 #include <sys/ptrace.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <regex>
 #include <thread>
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "bonfire/comm/socket.h"
 #include "bonfire/comm/store_server.h"
 #include "tests/comm/child.h"
 
@@ -102,9 +103,9 @@ TEST(Signals, ASecondHangUpDoesNotHurry) {
 }
 
 TEST(Signals, ChildrenThatAreIgnoredWhenItStartsAreWaitedForAllTheSame) {
-  Child well({"sh", "-c", "trap '' CHLD; exec " + kBonfire + " launch -n 2 -- true"});
+  Child well({"env", "--ignore-signal=CHLD", kBonfire, "launch", "-n", "2", "--", "true"});
   EXPECT_EQ(well.wait(10s), 0) << well.output();
-  Child failed({"sh", "-c", "trap '' CHLD; exec " + kBonfire + " launch -n 2 -- sh -c 'exit 4'"});
+  Child failed({"env", "--ignore-signal=CHLD", kBonfire, "launch", "-n", "2", "--", "sh", "-c", "exit 4"});
   EXPECT_EQ(failed.wait(10s), 1) << failed.output();
   EXPECT_TRUE(contains(failed.output(), "ended with exit code 4")) << failed.output();
 }
@@ -209,12 +210,13 @@ TEST_F(OldKernel, NoOrphansAreLeft) {
   EXPECT_TRUE(test::eventually([&] { return test::processes_with(mark).empty(); }, 10s));
 }
 
-// Two launchers, as on two machines. Their port is held by this test until they bind it: see listen_on.
+// Two launchers, as on two machines.
 struct TwoNodes {
-  std::string port = std::to_string(endpoint_of(listen_on({"127.0.0.2", 0})).port);
+  test::Port port{"127.0.0.2"};
   std::vector<std::string> node(int number, const std::string& script) const {
-    return launch({"-n", "2", "--nodes", "2", "--node-rank", std::to_string(number), "--master", "127.0.0.2:" + port},
-                  script);
+    return launch(
+        {"-n", "2", "--nodes", "2", "--node-rank", std::to_string(number), "--master", "127.0.0.2:" + port.number()},
+        script);
   }
 };
 
@@ -243,7 +245,7 @@ TEST(SignalsOfNodes, RanksThatAreLostByAStopAreNoFailure) {
                                     "-n",          "1",
                                     "--nodes",     "2",
                                     "--node-rank", std::to_string(number),
-                                    "--master",    "127.0.0.2:" + nodes.port,
+                                    "--master",    "127.0.0.2:" + nodes.port.number(),
                                     "--",          kProgram};
   };
   Child zero(program(0)), one(program(1));
@@ -280,6 +282,66 @@ TEST(SignalsOfNodes, ALauncherThatIsStoppedForSecondsIsNotGone) {
   EXPECT_EQ(one.wait(20s), 1) << one.output();
   EXPECT_FALSE(contains(one.output(), "gone")) << one.output();
 }
+
+// A training run that would take hours.
+class Training : public testing::TestWithParam<int> {
+ protected:
+  Training() {
+    std::ofstream(folder_.path() + "/a.toml") << "[run]\nname = \"tiny\"\ndevice = \"cpu\"\n[model]\ndim = 16\nlayers = "
+                                                 "1\nheads = 2\nvocab = 32\n[data]\nsequence = 8\n[train]\nsteps = "
+                                                 "100000000\nbatch = 4\n";
+  }
+  std::vector<std::string> train(std::vector<std::string> more) const {
+    std::vector<std::string> words = {kBonfire, "train", folder_.path() + "/a.toml", "--set",
+                                      "run.folder=" + folder_.path() + "/runs"};
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  }
+  std::string metrics() const { return test::read_file(folder_.path() + "/runs/tiny/metrics.jsonl"); }
+  void expect_steps() const {
+    ASSERT_TRUE(test::eventually([&] { return contains(metrics(), "\n"); }, 60s));
+  }
+  void expect_stopped(Child& run) const {
+    EXPECT_EQ(run.wait(30s), 3) << run.output();
+    const std::string lines = metrics();
+    const auto steps = std::count(lines.begin(), lines.end(), '\n');
+    EXPECT_TRUE(
+        contains(run.output(), fmt::format("stopped on request after step {} of 100000000; nothing was saved", steps)))
+        << steps << run.output();
+    EXPECT_FALSE(contains(run.output(), "error")) << run.output();
+  }
+  Folder folder_;
+};
+
+class StoppedTraining : public Training {};
+
+TEST_P(StoppedTraining, EndsAfterTheStepOnAllRanksAndSaysThatNothingWasSaved) {
+  Child run(train({"--ranks", "3", "--set", "train.batch=6"}));
+  expect_steps();
+  run.send(GetParam());
+  expect_stopped(run);
+}
+
+INSTANTIATE_TEST_SUITE_P(Signals, StoppedTraining, testing::Values(SIGUSR1, SIGINT, SIGTERM, SIGHUP),
+                         [](const auto& info) { return std::string(sigabbrev_np(info.param)); });
+
+// `train` starts ranks on several nodes as `launch` does, and a signal to one of its commands is heard by all.
+class TrainingOnNodes : public Training {};
+
+TEST_P(TrainingOnNodes, EndsTogether) {
+  const test::Port port("127.0.0.2");
+  const auto node = [&](const char* number) {
+    return train({"--ranks", "1", "--nodes", "2", "--node-rank", number, "--master", "127.0.0.2:" + port.number()});
+  };
+  Child zero(node("0")), one(node("1"));
+  expect_steps();
+  one.send(GetParam());
+  expect_stopped(zero);
+  EXPECT_EQ(one.wait(30s), 3) << one.output();
+}
+
+INSTANTIATE_TEST_SUITE_P(Signals, TrainingOnNodes, testing::Values(SIGUSR1),
+                         [](const auto& info) { return std::string(sigabbrev_np(info.param)); });
 
 }  // namespace
 }  // namespace bonfire
