@@ -48,9 +48,10 @@ void add_bench_step(CLI::App& bench, int& exit_code) {
       config.train.steps += steps_to_settle(config, world.device());
       TrainReport report = train(world, config, {.folder = folder});
       report.run_folder.clear();  // it goes when the ranks have ended
-      if (world.rank() != 0) return;
+      if (world.rank() != 0) return kDone;
       fmt::print(stderr, "{}", summary(report));
       if (arguments->json) fmt::print("{}\n", to_json(report));
+      return kDone;
     });
   });
 }

@@ -1,5 +1,4 @@
 #include <arpa/inet.h>
-#include <sched.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/statvfs.h>
@@ -18,6 +17,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/base/size.h"
 #include "bonfire/base/version.h"
+#include "bonfire/comm/cores.h"
 #include "bonfire/comm/device.h"
 #include "bonfire/comm/environment.h"
 #include "bonfire/train/config.h"
@@ -47,28 +47,12 @@ std::int64_t number_in(const std::string& file, const std::string& key = "") {
   return -1;
 }
 
-int usable_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
-}
-
 Check check_cores(nlohmann::json& facts) {
   const int cores = usable_cores();
   facts["cores"] = cores;
   Check check{"cores", fmt::format("{} usable of {}, {}", cores, sysconf(_SC_NPROCESSORS_CONF), at::get_cpu_capability())};
-  // cgroup v2: "max 100000" or "200000 100000".
-  const std::int64_t quota = number_in("/sys/fs/cgroup/cpu.max");
-  if (quota > 0) {
-    std::ifstream in("/sys/fs/cgroup/cpu.max");
-    double used = 0, period = 1;
-    in >> used >> period;
-    if (used / period < cores) {
-      check.problem =
-          fmt::format("this container may use {:.1f} cores' time on {} cores; set OMP_NUM_THREADS to fewer threads",
-                      used / period, cores);
-    }
-  }
+  if (const double quota = cpu_quota("/proc/self/cgroup", "/sys/fs/cgroup"); quota > 0)
+    check.value += fmt::format(", this container may use the time of {:.1f}", quota);
   return check;
 }
 

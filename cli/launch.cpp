@@ -1,10 +1,13 @@
+#include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <CLI/App.hpp>
 
 #include "bonfire/base/error.h"
+#include "bonfire/comm/device.h"
 #include "bonfire/comm/launcher.h"
 #include "cli/commands.h"
 
@@ -14,12 +17,14 @@ void add_launch(CLI::App& program, int& exit_code) {
   struct Arguments {
     LauncherOptions options;
     std::string master, logs;
+    std::optional<int> ranks;
     int port = 0;
   };
   auto arguments = std::make_shared<Arguments>();
   LauncherOptions& options = arguments->options;
   CLI::App* command = program.add_subcommand("launch", "Start any Bonfire program on local ranks");
-  command->add_option("-n,--ranks", options.ranks, "Ranks on this node")->check(CLI::PositiveNumber);
+  command->add_option("-n,--ranks", arguments->ranks, "Ranks on this node (default: BONFIRE_RANKS, else one for each GPU)")
+      ->check(CLI::PositiveNumber);
   command->add_option("--max-restarts", options.max_restarts, "Start all ranks again after a failure, at most so often")
       ->check(CLI::NonNegativeNumber);
   command->add_option("--nodes", options.nodes, "Nodes, each with a launcher of its own")->check(CLI::PositiveNumber);
@@ -39,6 +44,8 @@ void add_launch(CLI::App& program, int& exit_code) {
 
   command->callback([arguments, &exit_code] {
     LauncherOptions& options = arguments->options;
+    if (!arguments->ranks) arguments->ranks = asked_ranks(process_variables());
+    options.ranks = arguments->ranks ? *arguments->ranks : std::max(1, gpu_count());
     if (!arguments->master.empty()) options.master = parse_endpoint(arguments->master);
     if (arguments->port != 0) options.master.port = arguments->port;
     if (options.nodes == 1 && options.node != 0) fail_config("--node-rank {} needs --nodes", options.node);

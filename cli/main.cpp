@@ -7,6 +7,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/version.h"
+#include "bonfire/comm/descriptors.h"
 #include "cli/commands.h"
 
 namespace {
@@ -21,6 +22,7 @@ int complain(const char* message, int code) {
 
 int main(int argc, char** argv) {
   using namespace bonfire::cli;
+  bonfire::keep_standard_streams();
   int exit_code = kDone;
   CLI::App program("Bonfire trains one model on many GPUs.", "bonfire");
   program.set_version_flag("--version", "bonfire " BONFIRE_VERSION " (LibTorch " BONFIRE_TORCH_VERSION ")");

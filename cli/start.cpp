@@ -3,17 +3,18 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
-#include <thread>
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
 
-#include "bonfire/base/error.h"
 #include "bonfire/base/random.h"
+#include "bonfire/base/system_error.h"
 #include "bonfire/base/version.h"
+#include "bonfire/comm/cores.h"
 #include "bonfire/comm/device.h"
 #include "bonfire/comm/environment.h"
 #include "bonfire/comm/join.h"
@@ -42,14 +43,23 @@ int columns_of_terminal() {
 }
 
 fs::path temporary_folder() {
-  std::string name = (fs::temp_directory_path() / "bonfire-XXXXXX").string();
-  require(mkdtemp(name.data()) != nullptr, "cannot make a folder in '{}': {}", fs::temp_directory_path().string(),
-          std::strerror(errno));
+  const fs::path parent = fs::temp_directory_path();
+  std::string name = (parent / "bonfire-XXXXXX").string();
+  require_system(mkdtemp(name.data()) != nullptr, "cannot make a folder in '{}'", parent.string());
   return name;
 }
 
 fs::path make_folder(const Config& config, const StartOptions& options) {
   return options.keep_folder ? make_run_folder(config) : temporary_folder();
+}
+
+// How long ranks may be silent or late: the user's environment wins over the file.
+constexpr const char* watch_names[] = {"BONFIRE_STALL_TIMEOUT", "BONFIRE_HEARTBEAT_TIMEOUT"};
+
+Variables watch_variables(const Config& config, Variables variables) {
+  variables.try_emplace(watch_names[0], fmt::format("{}", config.run.watchdog));
+  variables.try_emplace(watch_names[1], fmt::format("{}", config.run.heartbeat));
+  return variables;
 }
 
 int launch_here(const Config& config, const StartOptions& options, const Environment& place) {
@@ -61,8 +71,11 @@ int launch_here(const Config& config, const StartOptions& options, const Environ
   launcher.node = place.node;
   launcher.token = place.token;
   if (place.nodes > 1) launcher.master = {place.address, place.port};
+  launcher.address = options.address;
   launcher.max_restarts = options.max_restarts;
   launcher.echo = Echo::first;
+  const Variables variables = watch_variables(config, process_variables());
+  for (const char* name : watch_names) launcher.variables[name] = variables.at(name);
   if (const int columns = columns_of_terminal()) launcher.variables[columns_variable] = std::to_string(columns);
   // On several nodes the ranks agree on one folder.
   fs::path folder;
@@ -72,7 +85,8 @@ int launch_here(const Config& config, const StartOptions& options, const Environ
     launcher.variables[folder_variable] = folder.string();
   }
   const LaunchOutcome outcome = launch_ranks(std::move(launcher));
-  if (!options.keep_folder) fs::remove_all(folder);
+  // Where something went wrong, the launcher has named the logs in it.
+  if (!options.keep_folder && outcome.exit_code == kDone) fs::remove_all(folder);
   return outcome.exit_code;
 }
 
@@ -110,17 +124,40 @@ JoinOptions join_options(const Config& config, Variables variables) {
   }
   // Ranks that were started with different files or versions must not train together.
   join.configuration = fmt::format("{} {:016x}", BONFIRE_VERSION, Random(0).fork(to_toml(config)).key());
-  variables.try_emplace("BONFIRE_STALL_TIMEOUT", fmt::format("{}", config.run.watchdog));
-  variables.try_emplace("BONFIRE_HEARTBEAT_TIMEOUT", fmt::format("{}", config.run.heartbeat));
-  join.variables = std::move(variables);
+  join.variables = watch_variables(config, std::move(variables));
   return join;
+}
+
+// How many ranks to start on this node.
+int ranks_here(const Config& config, const StartOptions& options, const Variables& variables) {
+  if (options.ranks) return *options.ranks;
+  if (const auto asked = asked_ranks(variables)) return *asked;
+  const auto axes = {"layout.pipeline", "layout.replicate", "layout.shard", "layout.context", "layout.tensor"};
+  if (std::any_of(axes.begin(), axes.end(), [&](const char* axis) { return config.given(axis); })) {
+    if (config.ranks() % options.nodes != 0)
+      fail_config("--nodes {}: the {} ranks of [layout] cannot be shared between them; allowed: a divisor, or --ranks",
+                  options.nodes, config.ranks());
+    return static_cast<int>(config.ranks() / options.nodes);
+  }
+  return config.run.device == "cpu" ? 1 : std::max(1, gpu_count());
 }
 
 // Who and where this process is, or, where it is to start ranks itself, how many.
 Environment find_place(const Config& config, const StartOptions& options, const Variables& variables) {
-  Environment place = options.ranks ? Environment{} : resolve_environment(variables);
+  if (options.nodes == 1 && (options.node != 0 || !options.master.empty()))
+    fail_config("--node-rank and --master need --nodes");
+  Environment place = options.ranks || options.nodes > 1 ? Environment{} : resolve_environment(variables);
   if (place.source == LaunchSource::none) {
-    place.size = place.local_size = options.ranks ? *options.ranks : static_cast<int>(config.ranks());
+    place.local_size = ranks_here(config, options, variables);
+    place.nodes = options.nodes;
+    place.node = options.node;
+    place.size = place.local_size * place.nodes;
+    if (place.nodes > 1) {
+      if (options.master.empty()) fail_config("several nodes need --master HOST:PORT, where node 0 listens");
+      const Endpoint master = parse_endpoint(options.master);
+      place.address = master.host;
+      place.port = master.port;
+    }
     place.launches_itself = true;
   } else if (place.launches_itself) {
     place.size = place.local_size * place.nodes;
@@ -149,13 +186,12 @@ int start(Config& config, const StartOptions& options, const RankBody& body) {
   }
 
   at::set_num_threads(config.run.threads > 0 ? static_cast<int>(config.run.threads)
-                                             : threads_per_rank(variables, place.local_size,
-                                                                static_cast<int>(std::thread::hardware_concurrency())));
+                                             : threads_per_rank(variables, place.local_size, usable_cores()));
   return run_rank(join_options(config, variables), [&](World& world) {
     const fs::path where = started_by_us ? fs::path(folder->second) : agree_on_folder(world, config, options);
-    body(world, where);
+    const int code = body(world, where);
     if (!started_by_us && !options.keep_folder && world.rank() == 0) fs::remove_all(where);
-    return kDone;
+    return code;
   });
 }
 

@@ -113,17 +113,25 @@ int tasks_on_node(const std::string& name, const std::string& value, int node) {
   fail_config("{} is '{}', which says nothing of node {}", name, value, node);
 }
 
-int slurm_port(const Reader& reader) {
-  const std::string job = reader.text("SLURM_JOB_ID");
-  if (job.empty() || !std::all_of(job.begin(), job.end(), [](char c) { return c >= '0' && c <= '9'; }))
-    fail_config("SLURM_JOB_ID is '{}': a number is needed, or MASTER_PORT", job);
-  return 15000 + std::stoi(job.substr(job.size() - std::min<std::size_t>(4, job.size())));
+bool is_number(const std::string& text) {
+  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
 }
 
-void read_slurm_meeting_place(const Reader& reader, Environment& environment) {
-  const std::string list = reader.text("SLURM_JOB_NODELIST");
+// Jobs that share a node differ in their numbers, and steps of one job that run at the same time in theirs. `step`: empty
+// where whoever asks is none; Slurm gives the batch script and others of its own numbers beyond all steps.
+int slurm_port(const Reader& reader, const std::string& step) {
+  const std::string job = reader.text("SLURM_JOB_ID");
+  if (!is_number(job)) fail_config("SLURM_JOB_ID is '{}': a number is needed, or MASTER_PORT", job);
+  const int digits = std::stoi(job.substr(job.size() - std::min<std::size_t>(4, job.size())));
+  const int number = is_number(step) && step.size() < 9 ? std::stoi(step) % 10 : 0;
+  return 15000 + (digits + 1000 * number) % 10000;
+}
+
+void read_slurm_meeting_place(const Reader& reader, Environment& environment, bool as_step) {
+  std::string list = as_step ? reader.text("SLURM_STEP_NODELIST") : "";
+  if (list.empty()) list = reader.text("SLURM_JOB_NODELIST");
   if (!list.empty()) environment.address = expand_hosts(list).front();
-  if (!reader.has("MASTER_PORT")) environment.port = slurm_port(reader);
+  if (!reader.has("MASTER_PORT")) environment.port = slurm_port(reader, as_step ? reader.text("SLURM_STEP_ID") : "");
 }
 
 Environment from_slurm(Reader& reader) {
@@ -145,7 +153,7 @@ Environment from_slurm(Reader& reader) {
     fail_config("SLURM_NTASKS_PER_NODE is not set, but SLURM_PROCID is: start with srun --ntasks-per-node");
   environment.local_size = std::min(environment.local_size, environment.size);
   environment.local_rank = reader.number("SLURM_LOCALID", 0, environment.local_size - 1);
-  read_slurm_meeting_place(reader, environment);
+  read_slurm_meeting_place(reader, environment, /*as_step=*/true);
   read_meeting_place(reader, environment);
   if (environment.address.empty()) fail_config("SLURM_JOB_NODELIST is not set, but SLURM_PROCID is: set it, or MASTER_ADDR");
   environment.restarts = reader.number_or("SLURM_RESTART_COUNT", 0, kMostRanks, 0);
@@ -178,7 +186,7 @@ Environment from_mpi(Reader& reader, const MpiNames& names) {
   environment.node = environment.rank / environment.local_size;
   if (environment.local_size == environment.size) environment.address = "127.0.0.1";
   // mpirun inside a Slurm job: the nodes and the port are known from there.
-  if (reader.has("SLURM_JOB_ID")) read_slurm_meeting_place(reader, environment);
+  if (reader.has("SLURM_JOB_ID")) read_slurm_meeting_place(reader, environment, /*as_step=*/false);
   read_meeting_place(reader, environment);
   if (environment.size > 1 && environment.address.empty())
     fail_config("MASTER_ADDR is not set, but {} is '{}': name the host of rank 0, which MPI does not tell", names.rank,
@@ -261,6 +269,12 @@ Environment resolve_environment(const Variables& variables) {
   environment.token = reader.text("BONFIRE_TOKEN");
   if (reader.has("BONFIRE_ERROR_FILE")) environment.error_file = reader.text("BONFIRE_ERROR_FILE");
   return environment;
+}
+
+std::optional<int> asked_ranks(const Variables& variables) {
+  const Reader reader(variables);
+  if (!reader.has("BONFIRE_RANKS")) return std::nullopt;
+  return reader.number("BONFIRE_RANKS", 1, 4096);
 }
 
 namespace {

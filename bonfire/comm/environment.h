@@ -41,6 +41,10 @@ struct Environment {
 // variables tell of. Throws ConfigError that names the variable and its value where they contradict each other.
 BONFIRE_API Environment resolve_environment(const Variables& variables);
 
+// BONFIRE_RANKS: how many ranks to start on this machine where nobody else has started any; nothing where it is not set.
+// Throws ConfigError.
+BONFIRE_API std::optional<int> asked_ranks(const Variables& variables);
+
 // Slurm's short form of a list of hosts: "a[5-9,12]", "a,b", "rack[1-2]n[01-03]". Throws ConfigError.
 BONFIRE_API std::vector<std::string> expand_hosts(const std::string& list);
 

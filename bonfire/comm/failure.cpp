@@ -44,12 +44,15 @@ FailureNote note_from_json(const json& value) {
 
 }  // namespace
 
-void write_failure_note(const std::string& file, const FailureNote& note) {
+bool write_failure_note(const std::string& file, const FailureNote& note) {
   // Renamed into place: a reader sees all of it or nothing.
   const std::string part = file + ".part";
-  std::ofstream(part) << dump(note_to_json(note)) << '\n';
-  std::error_code ignored;
-  std::filesystem::rename(part, file, ignored);
+  std::ofstream stream(part);
+  stream << dump(note_to_json(note)) << '\n';
+  stream.close();
+  std::error_code error;
+  if (stream) std::filesystem::rename(part, file, error);
+  return stream && !error;
 }
 
 std::optional<FailureNote> read_failure_note(const std::string& file) {

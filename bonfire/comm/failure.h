@@ -19,7 +19,8 @@ struct FailureNote {
   std::string details = {};  // what else the exception said, such as LibTorch's stack; for the rank's log
 };
 
-BONFIRE_API void write_failure_note(const std::string& file, const FailureNote& note);
+// False where it cannot be written.
+BONFIRE_API bool write_failure_note(const std::string& file, const FailureNote& note);
 // Nothing where there is no such file or it is not whole.
 BONFIRE_API std::optional<FailureNote> read_failure_note(const std::string& file);
 

@@ -15,6 +15,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/comm/crash.h"
 #include "bonfire/comm/cuda_plugin.h"
+#include "bonfire/comm/descriptors.h"
 #include "bonfire/comm/failure.h"
 #include "bonfire/comm/launcher.h"
 #include "bonfire/comm/progress.h"
@@ -113,14 +114,55 @@ FailureNote note_of(const std::exception& error) {
           .details = end == std::string::npos ? "" : text.substr(end + 1)};
 }
 
-[[noreturn]] void leave(const std::string& error_file, FailureNote note) {
+// Who is told why this rank failed.
+struct Reports {
+  std::string error_file;    // empty: nobody
+  bool to_launcher = false;  // ours, which says it once for all ranks
+};
+
+Reports reports_to(const Variables& variables, const std::string& error_file) {
+  return {error_file, !error_file.empty() && !variable(variables, "BONFIRE_LAUNCHER").empty()};
+}
+
+[[noreturn]] void leave(const Reports& reports, FailureNote note) {
   note.at = now_ns();
-  if (!error_file.empty()) write_failure_note(error_file, note);
+  const bool told = !reports.error_file.empty() && write_failure_note(reports.error_file, note);
   std::fflush(stdout);
-  std::fprintf(stderr, "bonfire: %s\n", note.message.c_str());
+  if (!told || !reports.to_launcher) std::fprintf(stderr, "bonfire: %s\n", note.message.c_str());
   std::fflush(nullptr);
   std::_Exit(note.kind == FailureNote::Kind::configuration ? 2 : 1);
 }
+
+// While it lives, an exception that nobody catches leaves its words for the launcher before it ends the process: NCCL's
+// watchdog throws one on a thread of its own when it has lost another rank, which is then not this one's failure.
+class LastException {
+ public:
+  explicit LastException(const std::string& error_file) : before_(std::set_terminate(note_and_end)) { file() = error_file; }
+  ~LastException() { std::set_terminate(before_); }
+  LastException(const LastException&) = delete;
+  LastException& operator=(const LastException&) = delete;
+
+ private:
+  // A handler can be given nothing: what it needs must be where it can find it.
+  static std::string& file() {
+    static std::string name;
+    return name;
+  }
+  [[noreturn]] static void note_and_end() {
+    try {
+      if (std::current_exception()) throw;
+    } catch (const std::exception& error) {
+      FailureNote note = note_of(error);
+      note.at = now_ns();
+      if (!file().empty()) write_failure_note(file(), note);
+      std::fprintf(stderr, "bonfire: a thread ended with: %s\n", note.message.c_str());
+    } catch (...) {
+    }
+    std::abort();
+  }
+
+  std::terminate_handler before_;
+};
 
 }  // namespace
 
@@ -145,7 +187,7 @@ World world_from_store(StorePtr store, const Environment& place, JoinOptions opt
   world.address = gloo_address(options, place);
   if (options.device) world.device = options.device(place);
   World joined = World::from_store(own, place.rank, place.size, world);
-  const StallLimits limits = WatchdogOptions::limits_from(options.variables);
+  const StallLimits limits = StallLimits::from(options.variables);
   if (place.size > 1 && (limits.silent > 0 || limits.behind > 0))
     joined.keep(std::make_shared<Watchdog>(
         own, joined.progress(),
@@ -184,16 +226,20 @@ World world_from_invitation(const std::string& invitation, const Environment& pl
 }
 
 int run_rank(JoinOptions options, const std::function<int(World&)>& program) {
-  std::string error_file = variable(options.variables, "BONFIRE_ERROR_FILE");
+  Reports reports = reports_to(options.variables, variable(options.variables, "BONFIRE_ERROR_FILE"));
   try {
     const Environment place = resolve_environment(options.variables);
-    error_file = place.error_file;
+    reports = reports_to(options.variables, place.error_file);
+    // Whoever reads a pipe gets lines as they are printed, as a terminal does.
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);
+    require_open_files(0, "a rank");
     const CrashReport crash_report(place.rank);
+    const LastException last_exception(place.error_file);
     if (!options.on_stall)
-      options.on_stall = [error_file](const std::string& verdict) {
-        leave(error_file, {.kind = FailureNote::Kind::stall, .message = verdict});
+      options.on_stall = [reports](const std::string& verdict) {
+        leave(reports, {.kind = FailureNote::Kind::stall, .message = verdict});
       };
-    const StallLimits limits = WatchdogOptions::limits_from(options.variables);
+    const StallLimits limits = StallLimits::from(options.variables);
     World world = world_from_environment(std::move(options));
     try {
       const int code = program(world);
@@ -203,12 +249,12 @@ int run_rank(JoinOptions options, const std::function<int(World&)>& program) {
       return code;
     } catch (const std::exception& error) {
       // Here, while the World still stands: taking it down could wait for ranks that are gone.
-      leave(error_file, note_of(error));
+      leave(reports, note_of(error));
     } catch (...) {
-      leave(error_file, {.message = "an exception that is no std::exception"});
+      leave(reports, {.message = "an exception that is no std::exception"});
     }
   } catch (const std::exception& error) {
-    leave(error_file, note_of(error));
+    leave(reports, note_of(error));
   }
 }
 

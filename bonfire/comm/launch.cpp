@@ -6,12 +6,13 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <vector>
 
 #include <ATen/Parallel.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/comm/cores.h"
+#include "bonfire/comm/descriptors.h"
 #include "bonfire/comm/launcher.h"
 
 namespace bonfire {
@@ -26,7 +27,7 @@ int number_of_ranks(const std::string& name, std::string_view text) {
 }
 
 // How many ranks the user asked for, if at all. The program's own arguments are not ours to understand: only --ranks is.
-std::optional<int> asked_ranks(int argc, char** argv, const Environment& place, const Variables& variables) {
+std::optional<int> ranks_to_start(int argc, char** argv, const Environment& place, const Variables& variables) {
   for (int i = 1; i < argc; ++i) {
     const std::string_view argument = argv[i];
     if (argument == "--") break;
@@ -36,10 +37,7 @@ std::optional<int> asked_ranks(int argc, char** argv, const Environment& place, 
     }
     if (argument.starts_with("--ranks=")) return number_of_ranks("--ranks", argument.substr(8));
   }
-  const auto found = variables.find("BONFIRE_RANKS");
-  if (place.source == LaunchSource::none && found != variables.end() && !found->second.empty())
-    return number_of_ranks("BONFIRE_RANKS", found->second);
-  return std::nullopt;
+  return place.source == LaunchSource::none ? asked_ranks(variables) : std::nullopt;
 }
 
 LauncherOptions itself(int argc, char** argv) {
@@ -52,11 +50,12 @@ LauncherOptions itself(int argc, char** argv) {
 }  // namespace
 
 int launch(int argc, char** argv, const std::function<void(World&)>& program, JoinOptions options) {
+  keep_standard_streams();
   try {
     const Environment place = resolve_environment(options.variables);
     // Already started by our launcher: --ranks was for that one.
     if (place.source != LaunchSource::bonfire) {
-      if (const std::optional<int> ranks = asked_ranks(argc, argv, place, options.variables)) {
+      if (const std::optional<int> ranks = ranks_to_start(argc, argv, place, options.variables)) {
         LauncherOptions launcher = itself(argc, argv);
         launcher.ranks = *ranks;
         return launch_ranks(std::move(launcher)).exit_code;
@@ -71,8 +70,7 @@ int launch(int argc, char** argv, const std::function<void(World&)>& program, Jo
         return launch_ranks(std::move(launcher)).exit_code;
       }
     }
-    at::set_num_threads(
-        threads_per_rank(options.variables, place.local_size, static_cast<int>(std::thread::hardware_concurrency())));
+    at::set_num_threads(threads_per_rank(options.variables, place.local_size, usable_cores()));
   } catch (const std::exception& error) {
     std::fprintf(stderr, "bonfire: %s\n", error.what());
     return dynamic_cast<const ConfigError*>(&error) != nullptr ? 2 : 1;

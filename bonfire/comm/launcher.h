@@ -27,12 +27,15 @@ struct LauncherOptions {
   std::string address = {};  // of this node, to which its ranks' connections are bound; empty: chosen
   std::string token = {};    // empty: a fresh one (one node), or job_token() (several)
   int max_restarts = 0;
-  std::filesystem::path log_folder = {};  // rank-N.log; empty: a temporary folder, removed when all went well
+  // rank-N.log, and rank-N.restart-K.log of a later attempt. Empty: a temporary folder, removed when all went well.
+  std::filesystem::path log_folder = {};
   Echo echo = Echo::all;
   // How long ranks that must end (another one failed) have between SIGTERM and SIGKILL.
   std::chrono::milliseconds grace = std::chrono::seconds(5);
   // How long ranks have that were asked to end by a signal to the launcher, which may save first.
   std::chrono::milliseconds stop_grace = std::chrono::seconds(60);
+  // How long the last words wait for somebody who does not read them (a pager, a halted terminal).
+  std::chrono::milliseconds reader_patience = std::chrono::seconds(30);
   Variables variables = {};  // for the ranks, beyond this process's own
   Log log{};
 };
@@ -41,13 +44,18 @@ struct LaunchOutcome {
   int exit_code = 0;  // 0 done, 1 failed, 2 a rank refused its configuration, 3 stopped on request after saving
   std::optional<RankFailure> failure;  // the first one of the last attempt
   int restarts = 0;
+  // Why not all of the ranks' stdout has gone to this process's, as errno says it; 0: all has, or none was to.
+  int stdout_error = 0;
   std::filesystem::path log_folder;
 };
 
 // Starts the ranks of this node and stays until all have ended. The first failure is reported, the others are ended, and
 // all are started again up to `max_restarts` times. No rank outlives the launcher, even where that is killed. SIGINT,
-// SIGTERM, SIGHUP and SIGUSR1 are passed on to the ranks meanwhile. Throws ConfigError before anything starts.
-// REQUIRES: called from a thread that lives until it returns (the kernel ends the ranks when their parent thread ends).
+// SIGTERM, SIGHUP and SIGUSR1 are passed on to the ranks of all nodes meanwhile, and with SIGTSTP (Ctrl-Z) the ranks stop,
+// too; what this process ignores stays ignored. Nobody waits for whoever reads this process's stdout and stderr. Throws
+// ConfigError before anything starts.
+// REQUIRES: called from a thread that lives until it returns (the kernel ends the ranks when their parent thread ends); one
+// at a time in a process.
 BONFIRE_API LaunchOutcome launch_ranks(LauncherOptions options);
 
 // The secret of a job whose processes are started apart from each other: BONFIRE_TOKEN, or else made from the user's own

@@ -3,7 +3,10 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <sstream>
+
 #include "bonfire/base/clock.h"
+#include "bonfire/comm/signal_events.h"
 
 namespace bonfire {
 namespace {
@@ -18,13 +21,27 @@ RankFailure lost_node(int node, const std::string& what) {
   return failure;
 }
 
+// "over", "stop SIGNAL NODE", or a failure.
+NodeLink::News decode_news(const std::string& text) {
+  NodeLink::News news;
+  std::istringstream words(text);
+  std::string first;
+  words >> first;
+  if (first == "over")
+    news.over = true;
+  else if (first != "stop" || !(words >> news.stop_signal >> news.stop_node))
+    news.failure = decode_failure(text).value_or(lost_node(-1, "another node failed"));
+  return news;
+}
+
 }  // namespace
 
 NodeLink::NodeLink(StoreClient& client, Options options)
-    : client_(client), options_(options), news_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    : client_(client), options_(options), readable_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   const RankFailure last =
       lost_node(options_.node, fmt::format("the launcher of node {} ({}) is gone", options_.node, host_name()));
   presence_.emplace(client_, key("news"), encode(last));
+  const SignalsBlocked signals;  // in the new thread
   thread_ = std::thread([this] { listen(); });
 }
 
@@ -42,40 +59,74 @@ std::string NodeLink::key(const char* what) const { return fmt::format("launcher
 
 void NodeLink::announce() {
   const std::uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(news_.fd(), &one, sizeof one);
+  [[maybe_unused]] const ssize_t written = write(readable_.fd(), &one, sizeof one);
+}
+
+void NodeLink::learn(News news) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!news_) news_ = std::move(news);
+  }
+  announce();
 }
 
 void NodeLink::listen() {
+  bool asked = false;  // by SIGUSR1
   while (!stopping_) {
     try {
-      const std::string text = client_.get({key("news")}, 200ms).front();
-      if (text == "over") {
-        over_ = true;
-      } else {
-        const std::lock_guard lock(mutex_);
-        failure_ = decode_failure(text).value_or(lost_node(-1, "another node failed"));
-      }
-      return announce();
+      return learn(decode_news(client_.get({key("news")}, 1s).front()));
     } catch (const StoreTimeout&) {
-      continue;
     } catch (const Error& error) {
-      const std::lock_guard lock(mutex_);
-      failure_ = lost_node(0, fmt::format("the launcher of node 0 is gone ({})", error.what()));
-      return announce();
+      return learn({.failure = lost_node(0, fmt::format("the launcher of node 0 is gone ({})", error.what()))});
+    }
+    try {
+      if (asked || told_user_signal_ || !client_.check({key("user signal")})) continue;
+      asked = true;
+      user_signal_ = true;
+      announce();
+    } catch (const Error&) {
+      // The next question will say what happened.
     }
   }
 }
 
-std::optional<RankFailure> NodeLink::failure() const {
+std::optional<NodeLink::News> NodeLink::news() const {
   const std::lock_guard lock(mutex_);
-  return failure_;
+  return news_;
 }
 
-RankFailure NodeLink::tell(const RankFailure& failure) {
+bool NodeLink::take_user_signal() {
+  std::uint64_t ignored;
+  [[maybe_unused]] const ssize_t got = read(readable_.fd(), &ignored, sizeof ignored);
+  return user_signal_.exchange(false);
+}
+
+NodeLink::News NodeLink::tell(const RankFailure& failure) {
   try {
-    return decode_failure(client_.compare_set(key("news"), "", encode(failure))).value_or(failure);
+    return decode_news(client_.compare_set(key("news"), "", encode(failure)));
   } catch (const Error&) {
-    return failure;
+    return {.failure = failure};
+  }
+}
+
+void NodeLink::tell_stop(int signal) {
+  telling_ = std::async(std::launch::async, [this, signal] {
+    try {
+      client_.compare_set(key("news"), "", fmt::format("stop {} {}", signal, options_.node));
+    } catch (const Error&) {
+      // listen() will say what happened.
+    }
+  });
+  // A store that does not answer keeps nobody from stopping.
+  telling_.wait_for(2s);
+}
+
+void NodeLink::tell_user_signal() {
+  told_user_signal_ = true;
+  try {
+    client_.set(key("user signal"), std::to_string(options_.node));
+  } catch (const Error&) {
+    // listen() will say what happened.
   }
 }
 

@@ -2,8 +2,7 @@
 
 #include <sys/types.h>
 
-#include <deque>
-#include <fstream>
+#include <csignal>
 #include <string>
 #include <vector>
 
@@ -18,60 +17,19 @@ struct RankProcess {
   int rank = 0;
   pid_t pid = -1;
   Socket out, err;
+  Socket end;  // readable once it has ended; none where the kernel (before 5.3) has no such thing
 };
 
-// Starts `program` (found along PATH) with exactly these variables. Throws ConfigError where it cannot be run.
-RankProcess start_rank(int rank, const std::vector<std::string>& program, const Variables& variables);
-
-// A small process that outlives the launcher by a moment: when the launcher is killed, it kills the ranks' process groups,
-// and so also what the ranks themselves had started. REQUIRES: used from one thread.
-class Guardian {
- public:
-  Guardian();
-  ~Guardian();
-  Guardian(const Guardian&) = delete;
-  Guardian& operator=(const Guardian&) = delete;
-
-  void watch(pid_t group);
-  void forget(pid_t group);
-
- private:
-  void tell(pid_t group);
-
-  Socket pipe_;
-  pid_t pid_ = -1;
+struct RankProgram {
+  const std::vector<std::string>& words;  // found along PATH
+  const Variables& variables;             // these and no others
+  const sigset_t& ignored;                // signals that it starts with as ignored
 };
 
-// Where a rank's output goes: whole lines to its file, and the same, prefixed, to the terminal.
-class RankOutput {
- public:
-  struct Options {
-    std::string file;    // empty: none
-    std::string prefix;  // of each line on the terminal
-    bool echo = true;
-    bool raw = false;             // to the terminal as it comes, so that a progress bar can draw over itself
-    std::size_t remembered = 20;  // last lines
-  };
-  explicit RankOutput(Options options);
+// Throws ConfigError where it cannot be run.
+RankProcess start_rank(int rank, const RankProgram& program);
 
-  // Takes what is there now. False once the other end is closed.
-  bool take(const Socket& pipe, int terminal, std::string& unfinished);
-  void take_all(RankProcess& process);
-  // What came without a newline at the end.
-  void finish();
-  // For the file alone.
-  void note(std::string_view text);
-
-  std::string unfinished_out, unfinished_err;
-  const std::deque<std::string>& last_lines() const { return last_lines_; }
-
- private:
-  void line(std::string_view text, int terminal);
-  void transient(std::string_view text, int terminal);
-
-  Options options_;
-  std::ofstream file_;
-  std::deque<std::string> last_lines_;
-};
+// What holds a process that does not run: "a debugger (process 123)". Empty: nothing of that kind.
+std::string held_by(pid_t process);
 
 }  // namespace bonfire

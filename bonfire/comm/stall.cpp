@@ -1,6 +1,7 @@
 #include "bonfire/comm/stall.h"
 
 #include <algorithm>
+#include <charconv>
 #include <map>
 #include <set>
 
@@ -101,14 +102,33 @@ std::set<int> awaited_by(const std::vector<Observed>& ranks, int rank, double li
   return awaited;
 }
 
+double seconds_of(const Variables& variables, const std::string& name, double otherwise) {
+  const auto found = variables.find(name);
+  if (found == variables.end() || found->second.empty()) return otherwise;
+  double value = 0;
+  const std::string& text = found->second;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || !(value >= 0))
+    fail_config("{} is '{}': a number of seconds is needed, or 0 for never", name, text);
+  return value;
+}
+
 }  // namespace
+
+StallLimits StallLimits::from(const Variables& variables) {
+  const StallLimits usual;
+  return {seconds_of(variables, "BONFIRE_HEARTBEAT_TIMEOUT", usual.silent),
+          seconds_of(variables, "BONFIRE_STALL_TIMEOUT", usual.behind)};
+}
+
+std::string held_key(int rank) { return fmt::format("watchdog/held/{}", rank); }
 
 std::optional<std::string> find_stall(const std::vector<Observed>& ranks, const StallLimits& limits) {
   const int size = static_cast<int>(ranks.size());
   std::vector<int> lost;
   for (int rank = 0; rank < size; ++rank) {
     const Observed& seen = ranks[static_cast<std::size_t>(rank)];
-    if (limits.silent > 0 && !seen.progress.finished && seen.silent > limits.silent) lost.push_back(rank);
+    if (limits.silent > 0 && !seen.progress.finished && !seen.held && seen.silent > limits.silent) lost.push_back(rank);
   }
   if (!lost.empty()) {
     std::string text;
@@ -130,8 +150,10 @@ std::optional<std::string> find_stall(const std::vector<Observed>& ranks, const 
   std::set_difference(awaited.begin(), awaited.end(), waiting.begin(), waiting.end(), std::back_inserter(roots));
   const auto progress_of = [&](int rank) -> const Progress& { return ranks[static_cast<std::size_t>(rank)].progress; };
   // Those who wait, wait for somebody who has said that it takes long.
-  if (std::any_of(roots.begin(), roots.end(), [&](int rank) { return !progress_of(rank).busy.empty(); }))
-    return std::nullopt;
+  const auto takes_long = [&](int rank) {
+    return !progress_of(rank).busy.empty() || ranks[static_cast<std::size_t>(rank)].held;
+  };
+  if (std::any_of(roots.begin(), roots.end(), takes_long)) return std::nullopt;
   if (roots.empty()) {
     std::string text = "ranks wait for each other";
     for (const int rank : awaited)

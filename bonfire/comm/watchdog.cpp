@@ -1,7 +1,6 @@
 #include "bonfire/comm/watchdog.h"
 
 #include <algorithm>
-#include <charconv>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -9,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bonfire/base/error.h"
+#include "bonfire/comm/running_clock.h"
 
 namespace bonfire {
 namespace {
@@ -21,24 +21,7 @@ constexpr int kStragglerSteps = 10;  // in a row, before it is worth a word
 
 std::string key_of(int rank) { return fmt::format("watchdog/rank/{}", rank); }
 
-double seconds(const Variables& variables, const std::string& name, double otherwise) {
-  const auto found = variables.find(name);
-  if (found == variables.end() || found->second.empty()) return otherwise;
-  double value = 0;
-  const std::string& text = found->second;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || !(value >= 0))
-    fail_config("{} is '{}': a number of seconds is needed, or 0 for never", name, text);
-  return value;
-}
-
 }  // namespace
-
-StallLimits WatchdogOptions::limits_from(const Variables& variables) {
-  const StallLimits usual;
-  return {seconds(variables, "BONFIRE_HEARTBEAT_TIMEOUT", usual.silent),
-          seconds(variables, "BONFIRE_STALL_TIMEOUT", usual.behind)};
-}
 
 class Watchdog::Loop {
  public:
@@ -46,7 +29,7 @@ class Watchdog::Loop {
       : store_(store->clone()),
         board_(std::move(board)),
         options_(std::move(options)),
-        seen_(static_cast<std::size_t>(options_.size)) {
+        seen_(static_cast<std::size_t>(options_.size), Seen{.at = clock_.now()}) {
     if (options_.interval == 0ms) {
       double shortest = 10;
       for (const double limit : {options_.limits.silent, options_.limits.behind})
@@ -73,41 +56,41 @@ class Watchdog::Loop {
 
  private:
   struct Seen {
-    std::string text;
-    Nanoseconds at = now_ns();
-    Progress progress;
+    std::string text = {};
+    Nanoseconds at = 0;
+    Progress progress = {};
   };
 
   void run() {
-    Nanoseconds answered = now_ns();
-    Nanoseconds before = now_ns();
+    Nanoseconds answered = clock_.now();
     std::unique_lock lock(mutex_);
     while (!wake_.wait_for(lock, options_.interval, [this] { return stopping_; })) {
       lock.unlock();
-      // This process itself stood still (a suspended machine): what it knows of the others is old, not they.
-      if (options_.limits.silent > 0 && seconds_since(before) > options_.limits.silent / 2)
-        for (Seen& rank : seen_) rank.at = now_ns();
-      before = now_ns();
       try {
         publish();
         if (store_->check({kVerdict})) return end(store_->get_to_str(kVerdict));
         if (options_.rank < kWatchers && options_.size > 1) watch();
-        answered = now_ns();
+        answered = clock_.now();
       } catch (const std::exception& error) {
-        if (options_.limits.silent > 0 && seconds_since(answered) > options_.limits.silent)
-          return end(fmt::format("rank {} cannot reach the job's store for {:.1f} s: {}", options_.rank,
-                                 seconds_since(answered), first_line(error.what())));
+        if (options_.limits.silent > 0 && since(answered) > options_.limits.silent)
+          return end(fmt::format("rank {} cannot reach the job's store for {:.1f} s: {}", options_.rank, since(answered),
+                                 first_line(error.what())));
       }
       lock.lock();
     }
   }
 
+  double since(Nanoseconds then) const { return static_cast<double>(clock_.now() - then) * 1e-9; }
+
   static std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
   void publish() {
     board_->look();
+    Progress progress = board_->snapshot();
+    for (Progress::Lane& lane : progress.lanes)
+      for (Progress::Lane::Place* place : {&lane.collective, &lane.message}) place->age = clock_.running(place->age);
     // The count makes every sign of life differ from the one before.
-    store_->set(key_of(options_.rank), fmt::format("{} {}", ++beat_, encode(board_->snapshot())));
+    store_->set(key_of(options_.rank), fmt::format("{} {}", ++beat_, encode(progress)));
   }
 
   void watch() {
@@ -121,12 +104,17 @@ class Watchdog::Loop {
           if (auto progress = decode_progress(text.substr(std::min(text.size(), text.find(' ')))))
             seen.progress = std::move(*progress);
           seen.text = std::move(text);
-          seen.at = now_ns();
+          seen.at = clock_.now();
         }
       }
-      ranks[rank] = {seen.progress, seconds_since(seen.at)};
+      ranks[rank] = {seen.progress, since(seen.at)};
     }
-    if (const auto stall = find_stall(ranks, options_.limits)) store_->compareSet(kVerdict, "", *stall);
+    // Who holds a rank is asked only where it matters.
+    if (find_stall(ranks, options_.limits)) {
+      for (std::size_t rank = 0; rank < ranks.size(); ++rank)
+        ranks[rank].held = store_->check({held_key(static_cast<int>(rank))});
+      if (const auto stall = find_stall(ranks, options_.limits)) store_->compareSet(kVerdict, "", *stall);
+    }
     if (options_.rank == 0) look_for_straggler();
   }
 
@@ -150,13 +138,16 @@ class Watchdog::Loop {
   }
 
   void end(const std::string& verdict) {
-    options_.log.error("{}", verdict);
-    if (options_.on_stall) options_.on_stall(verdict);
+    if (options_.on_stall)
+      options_.on_stall(verdict);
+    else
+      options_.log.error("{}", verdict);
   }
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::shared_ptr<ProgressBoard> board_;
   WatchdogOptions options_;
+  RunningClock clock_;
   std::vector<Seen> seen_;
   std::int64_t beat_ = 0;
   int slow_rank_ = -1;

@@ -9,7 +9,6 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/base/log.h"
-#include "bonfire/comm/environment.h"
 #include "bonfire/comm/progress.h"
 #include "bonfire/comm/stall.h"
 
@@ -28,9 +27,6 @@ struct WatchdogOptions {
   // Called once, on the watchdog's thread, with one line that names who is behind and where. The default only logs it.
   std::function<void(const std::string&)> on_stall = {};
   Log log{};
-
-  // BONFIRE_HEARTBEAT_TIMEOUT and BONFIRE_STALL_TIMEOUT, in seconds; 0 switches one off. Throws ConfigError.
-  BONFIRE_API static StallLimits limits_from(const Variables& variables);
 };
 
 // Publishes this rank's progress through the store, and, on the two lowest ranks, looks at everybody's. The first stall that

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "bonfire/base/error.h"
+#include "bonfire/base/system_error.h"
 
 namespace bonfire {
 namespace {
@@ -65,14 +65,14 @@ std::size_t read_fully(int descriptor, char* buffer, std::size_t size) {
     const auto got = ::read(descriptor, buffer + filled, size - filled);
     if (got == 0) break;
     if (got < 0 && errno == EINTR) continue;
-    require(got > 0, "a pipe cannot be read: {}", std::strerror(errno));
+    require_system(got > 0, "a pipe cannot be read");
     filled += static_cast<std::size_t>(got);
   }
   return filled;
 }
 
 struct Pipe {
-  Pipe() { require(::pipe2(ends, O_CLOEXEC) == 0, "no pipe can be made: {}", std::strerror(errno)); }
+  Pipe() { require_system(::pipe2(ends, O_CLOEXEC) == 0, "no pipe can be made"); }
   int ends[2];
 };
 

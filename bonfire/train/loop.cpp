@@ -46,6 +46,12 @@ TrainReport train(const World& world, const Config& config, const TrainOptions& 
       running = std::move(taken);
     else
       conclude(std::move(taken));
+    if (options.stop && step < config.train.steps && options.stop->is_last(step)) {
+      if (running) conclude(std::move(*running));
+      TrainReport report = journal.finish();
+      report.stopped = true;
+      return report;
+    }
   }
   return journal.finish();
 } catch (const MemoryRefused& refused) {

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "bonfire/base/api.h"
+#include "bonfire/comm/stop_vote.h"
 #include "bonfire/comm/world.h"
 #include "bonfire/train/config.h"
 #include "bonfire/train/progress.h"
@@ -15,6 +16,7 @@ namespace bonfire {
 struct TrainOptions {
   std::filesystem::path folder;                     // the run folder, which exists; the same on all ranks
   std::optional<ProgressLine::Options> progress{};  // what rank 0 shows of the steps; nothing: no words
+  StopVote* stop = nullptr;                         // by which the run may end before its last step; null: it cannot
 };
 
 // Trains as `config` says and leaves metrics, events and, where asked, a trace in the folder.

@@ -32,6 +32,7 @@ std::string to_json(const TrainReport& report) {
   if (!report.run_folder.empty()) json["run_folder"] = report.run_folder;
   if (report.entropy_floor) json["entropy_floor"] = *report.entropy_floor;
   if (report.eval_loss) json["eval_loss"] = number(*report.eval_loss);
+  if (report.stopped) json["stopped"] = true;
   if (report.mfu) json["mfu"] = *report.mfu;
   return json.dump();
 }

@@ -16,6 +16,7 @@ struct TrainReport {
   std::string run_folder;
   std::int64_t steps = 0;    // done
   std::int64_t skipped = 0;  // of them, without an update
+  bool stopped = false;      // on request, before the last step
   double loss_first = 0;
   double loss_last = 0;
   std::optional<double> entropy_floor{};

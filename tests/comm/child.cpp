@@ -1,6 +1,8 @@
 #include "tests/comm/child.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -35,7 +37,10 @@ class OwnHome : public testing::Environment {
 
 }  // namespace
 
-Child::Child(std::vector<std::string> arguments, std::map<std::string, std::string> variables) {
+Child::Child(std::vector<std::string> arguments, std::map<std::string, std::string> variables)
+    : Child(std::move(arguments), std::move(variables), Place{}) {}
+
+Child::Child(std::vector<std::string> arguments, std::map<std::string, std::string> variables, Place place) {
   std::string name = (std::filesystem::temp_directory_path() / "bonfire-test-XXXXXX").string();
   const int fd = mkstemp(name.data());
   file_ = name;
@@ -51,11 +56,15 @@ Child::Child(std::vector<std::string> arguments, std::map<std::string, std::stri
   envp.push_back(nullptr);
   pid_ = fork();
   if (pid_ == 0) {
-    dup2(fd, STDOUT_FILENO);
-    dup2(fd, STDERR_FILENO);
+    if (place.own_group) setpgid(0, 0);
+    dup2(place.output >= 0 ? place.output : fd, STDOUT_FILENO);
+    dup2(place.output >= 0 ? place.output : fd, STDERR_FILENO);
+    close(fd);
+    if (place.output > STDERR_FILENO) close(place.output);
     execvpe(argv[0], argv.data(), envp.data());
     _exit(127);
   }
+  if (place.own_group) setpgid(pid_, pid_);  // both sides do: whoever comes first
   close(fd);
 }
 
@@ -110,6 +119,34 @@ std::vector<pid_t> processes_with(const std::string& text) {
   return found;
 }
 
+namespace {
+
+// Of /proc/PID/stat: the name, and what follows it.
+std::pair<std::string, std::string> stat_of(pid_t process) {
+  const std::string stat = read_file("/proc/" + std::to_string(process) + "/stat");
+  const std::size_t begin = stat.find('('), end = stat.rfind(')');
+  if (begin == std::string::npos || end == std::string::npos) return {};
+  return {stat.substr(begin + 1, end - begin - 1), stat.substr(end + 2)};
+}
+
+}  // namespace
+
+char state_of(pid_t process) {
+  const std::string rest = stat_of(process).second;
+  return rest.empty() ? '\0' : rest.front();
+}
+
+std::vector<pid_t> children_of(pid_t parent, const std::string& name) {
+  std::vector<pid_t> found;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    const std::string number = entry.path().filename();
+    if (number.find_first_not_of("0123456789") != std::string::npos) continue;
+    const auto [own_name, rest] = stat_of(std::stoi(number));
+    if (own_name == name && rest.size() > 2 && std::stoi(rest.substr(2)) == parent) found.push_back(std::stoi(number));
+  }
+  return found;
+}
+
 bool has_ended(pid_t process) {
   const std::string folder = "/proc/" + std::to_string(process);
   const std::string stat = read_file(folder + "/stat");
@@ -135,6 +172,21 @@ std::string read_file(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
 }
+
+// Bound and not listening: another socket with the same option may listen there, and the kernel gives the number to nobody.
+Port::Port(const std::string& address) : socket_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  const int on = 1;
+  setsockopt(socket_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  sockaddr_in name{};
+  name.sin_family = AF_INET;
+  socklen_t length = sizeof name;
+  EXPECT_EQ(inet_pton(AF_INET, address.c_str(), &name.sin_addr), 1);
+  EXPECT_EQ(bind(socket_, reinterpret_cast<const sockaddr*>(&name), length), 0);
+  EXPECT_EQ(getsockname(socket_, reinterpret_cast<sockaddr*>(&name), &length), 0);
+  number_ = std::to_string(ntohs(name.sin_port));
+}
+
+Port::~Port() { close(socket_); }
 
 std::uint64_t random_seed() {
   const char* given = std::getenv("BONFIRE_TEST_SEED");

@@ -14,7 +14,12 @@ namespace bonfire::test {
 // A program that a test runs beside itself, with its output in a file. A variable with an empty value is unset.
 class Child {
  public:
+  struct Place {
+    int output = -1;         // both of its streams, in place of the file
+    bool own_group = false;  // a process group of its own, as a shell gives a job
+  };
   explicit Child(std::vector<std::string> arguments, std::map<std::string, std::string> variables = {});
+  Child(std::vector<std::string> arguments, std::map<std::string, std::string> variables, Place place);
   ~Child();  // killed where it still runs
   Child(const Child&) = delete;
   Child& operator=(const Child&) = delete;
@@ -45,6 +50,11 @@ std::vector<pid_t> processes_with(const std::string& text);
 // Whether a process is no more, or only waits for its parent to hear of it.
 bool has_ended(pid_t process);
 
+// The letter of a process's state ('R', 'S', 'T', 't', 'Z'); 0: there is none.
+char state_of(pid_t process);
+// Processes whose parent is `parent`, with that name (15 letters at most).
+std::vector<pid_t> children_of(pid_t parent, const std::string& name);
+
 // A folder that is removed with its content.
 class Folder {
  public:
@@ -57,6 +67,20 @@ class Folder {
 };
 
 std::string read_file(const std::string& path);
+
+// A free port of an address of this machine, which nobody is given while it lives, but which a program may listen on.
+class Port {
+ public:
+  explicit Port(const std::string& address);
+  ~Port();
+  Port(const Port&) = delete;
+  Port& operator=(const Port&) = delete;
+  const std::string& number() const { return number_; }
+
+ private:
+  int socket_;
+  std::string number_;
+};
 
 // A number that differs from run to run and is printed, so that a failure can be repeated (BONFIRE_TEST_SEED=...).
 std::uint64_t random_seed();

@@ -107,6 +107,17 @@ TEST(Environment, Slurm) {
   EXPECT_EQ(resolve_environment(with(kSlurm, "MASTER_PORT", "7000")).port, 7000);
 }
 
+// Steps of one job may run at the same time, each on a part of its nodes.
+TEST(Environment, StepsOfASlurmJobMeetApart) {
+  const Variables step = both(kSlurm, {{"SLURM_STEP_NODELIST", "gpu[09-10]"}, {"SLURM_STEP_ID", "2"}});
+  EXPECT_EQ(resolve_environment(step).address, "gpu09");
+  EXPECT_EQ(resolve_environment(step).port, 15000 + 6567);
+  EXPECT_EQ(resolve_environment(with(step, "SLURM_STEP_ID", "0")).port, 15000 + 4567);
+  EXPECT_EQ(resolve_environment(with(step, "SLURM_STEP_ID", "9")).port, 15000 + 3567);
+  // Slurm's own numbers: a batch script.
+  EXPECT_EQ(resolve_environment(with(step, "SLURM_STEP_ID", "4294967291")).port, 15000 + 4567);
+}
+
 TEST(Environment, SlurmCountsTasksOfThisNode) {
   Variables uneven = without(kSlurm, "SLURM_NTASKS_PER_NODE");
   uneven["SLURM_TASKS_PER_NODE"] = "3(x2),2";

@@ -1,9 +1,10 @@
-// Real ranks, real faults: rows 1, 2, 3, 11, 12, 13 and 18 of the list of faults, and every way to become a World.
+// Real ranks, real faults: rows 1, 2, 3, 11, 12, 13 and 18 of the list of faults.
 #include <signal.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
+#include <optional>
 #include <random>
 #include <regex>
 #include <thread>
@@ -13,6 +14,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/random.h"
+#include "bonfire/comm/device.h"
 #include "bonfire/comm/rendezvous.h"
 #include "bonfire/comm/socket.h"
 #include "bonfire/comm/store_client.h"
@@ -73,150 +75,6 @@ void expect_only_blamed(const std::string& output, int bad, int ranks) {
     EXPECT_EQ(contains(output, fmt::format("error rank {} ", rank)), rank == bad) << output;
 }
 
-TEST(Run, Alone) {
-  Child run({kProgram}, {{"STEPS", "3"}});
-  expect_all_done(run, 1);
-}
-
-TEST(Run, UnderOurLauncher) {
-  Child run(launch(3), {{"STEPS", "20"}});
-  expect_all_done(run, 3);
-}
-
-TEST(Run, StartsItselfWhenAskedTo) {
-  Child argument({kProgram, "--ranks", "2"}, {{"STEPS", "3"}});
-  expect_all_done(argument, 2);
-  Child variable({kProgram}, {{"STEPS", "3"}, {"BONFIRE_RANKS", "2"}});
-  expect_all_done(variable, 2);
-  Child nonsense({kProgram, "--ranks=many"});
-  EXPECT_EQ(nonsense.wait(20s), 2);
-  EXPECT_TRUE(contains(nonsense.output(), "--ranks is 'many'")) << nonsense.output();
-}
-
-TEST(Run, OverTwoNodes) {
-  const std::string port = std::to_string(endpoint_of(listen_on({"127.0.0.2", 0})).port);
-  const auto node = [&](const std::string& number) {
-    const std::string address = number == "0" ? "127.0.0.2" : "127.0.0.3";
-    return launch(2, {"--nodes", "2", "--node-rank", number, "--master", "127.0.0.2:" + port, "--address", address});
-  };
-  Child zero(node("0"), {{"STEPS", "5"}}), one(node("1"), {{"STEPS", "5"}});
-  EXPECT_EQ(zero.wait(30s), 0) << zero.output();
-  EXPECT_EQ(one.wait(30s), 0) << one.output();
-  EXPECT_TRUE(contains(one.output(), "is rank 3 of 4, local 1 of 2, node 1")) << one.output();
-  EXPECT_TRUE(contains(one.output(), "sum 4")) << one.output();
-  for (int rank = 0; rank < 4; ++rank) {
-    const std::string output = rank < 2 ? zero.output() : one.output();
-    EXPECT_TRUE(contains(output, fmt::format("rank {} listens at 127.0.0.{}.\n", rank, rank < 2 ? 2 : 3))) << output;
-  }
-}
-
-TEST(Run, AnAddressOfAnotherMachineIsRefused) {
-  Child run(launch(1, {"--address", "203.0.113.7"}));
-  EXPECT_EQ(run.wait(20s), 2);
-  EXPECT_TRUE(contains(run.output(), "address '203.0.113.7' is not one of this machine")) << run.output();
-}
-
-// Debian writes a machine's own name into /etc/hosts as 127.0.1.1, where no other machine finds it. Each child sees a hosts
-// file of its own; to the other node the name is the machine's real address.
-class RunByName : public testing::Test {
- protected:
-  void SetUp() override {
-    if (std::system("unshare --map-root-user --mount true 2> /dev/null") != 0) GTEST_SKIP() << "unshare is not permitted";
-    try {
-      real_ = address_towards("203.0.113.1");
-    } catch (const Error& error) {
-      GTEST_SKIP() << "this machine has no address but loopback: " << error.what();
-    }
-    port_ = std::to_string(endpoint_of(listen_on({real_, 0})).port);
-  }
-
-  std::vector<std::string> knowing_zero_as(const std::string& address, std::vector<std::string> words) const {
-    const std::string file = folder_.path() + "/" + address;
-    std::ofstream(file) << "127.0.0.1 localhost\n" << address << " bonfire-zero\n";
-    words.insert(words.begin(), {"unshare", "--map-root-user", "--mount", "sh", "-c",
-                                 "mount --bind '" + file + "' /etc/hosts && exec \"$@\"", "sh"});
-    return words;
-  }
-
-  void expect_joined(Child& zero, Child& one) const {
-    EXPECT_EQ(zero.wait(30s), 0) << zero.output();
-    EXPECT_EQ(one.wait(30s), 0) << one.output();
-    for (int rank = 0; rank < 2; ++rank) {
-      const std::string output = rank == 0 ? zero.output() : one.output();
-      EXPECT_TRUE(contains(output, "sum 2")) << output;
-      EXPECT_TRUE(contains(output, fmt::format("rank {} listens at {}", rank, real_))) << output;
-      EXPECT_FALSE(contains(output, "listens at 127.")) << output;
-    }
-  }
-
-  std::string real_, port_;
-  test::Folder folder_;
-};
-
-TEST_F(RunByName, OurLaunchersMeet) {
-  const auto node = [&](const char* number) {
-    return launch(1, {"--nodes", "2", "--node-rank", number, "--master", "bonfire-zero:" + port_});
-  };
-  const Variables variables = {{"STEPS", "3"}, {"BONFIRE_TOKEN", "a secret"}, {"BONFIRE_RENDEZVOUS_TIMEOUT", "20"}};
-  Child zero(knowing_zero_as("127.0.1.1", node("0")), variables), one(knowing_zero_as(real_, node("1")), variables);
-  expect_joined(zero, one);
-}
-
-TEST_F(RunByName, RanksOfSlurmMeet) {
-  const auto task = [&](const char* number) {
-    return Variables{{"SLURM_PROCID", number},
-                     {"SLURM_NTASKS", "2"},
-                     {"SLURM_LOCALID", "0"},
-                     {"SLURM_NTASKS_PER_NODE", "1"},
-                     {"SLURM_NODEID", number},
-                     {"SLURM_JOB_NODELIST", "bonfire-zero,bonfire-one"},
-                     {"SLURM_JOB_ID", "1"},
-                     {"MASTER_PORT", port_},
-                     {"BONFIRE_TOKEN", "a secret"},
-                     {"BONFIRE_RENDEZVOUS_TIMEOUT", "20"},
-                     {"STEPS", "3"}};
-  };
-  Child zero(knowing_zero_as("127.0.1.1", {kProgram}), task("0")), one(knowing_zero_as(real_, {kProgram}), task("1"));
-  expect_joined(zero, one);
-}
-
-// Kubeflow's variables: one process a node, each its own launcher.
-TEST(Run, UnderKubeflow) {
-  const std::string port = std::to_string(endpoint_of(listen_on({"127.0.0.3", 0})).port);
-  const auto pod = [&](const char* rank) {
-    return Variables{
-        {"PET_NNODES", "2"},       {"PET_NPROC_PER_NODE", "1"},   {"PET_NODE_RANK", rank}, {"PET_MASTER_ADDR", "127.0.0.3"},
-        {"PET_MASTER_PORT", port}, {"BONFIRE_TOKEN", "a secret"}, {"STEPS", "3"}};
-  };
-  Child zero({kProgram}, pod("0")), one({kProgram}, pod("1"));
-  EXPECT_EQ(zero.wait(30s), 0) << zero.output();
-  EXPECT_EQ(one.wait(30s), 0) << one.output();
-  EXPECT_TRUE(contains(one.output(), "is rank 1 of 2, local 0 of 1, node 1")) << one.output();
-}
-
-// Slurm's variables: no launcher of ours, rank 0 hosts the store.
-Variables slurm(int rank, int size, const std::string& job) {
-  return {{"SLURM_PROCID", std::to_string(rank)},
-          {"SLURM_NTASKS", std::to_string(size)},
-          {"SLURM_LOCALID", std::to_string(rank)},
-          {"SLURM_NTASKS_PER_NODE", std::to_string(size)},
-          {"SLURM_NODEID", "0"},
-          {"SLURM_JOB_NODELIST", "localhost"},
-          {"SLURM_JOB_ID", job},
-          {"STEPS", "5"}};
-}
-
-std::string random_job() { return std::to_string(1000000 + Random(std::random_device{}()).below(0, 9999)); }
-
-TEST(Run, UnderSlurmsVariables) {
-  const std::string job = random_job();
-  // The one that hosts comes last.
-  Child one({kProgram}, slurm(1, 2, job)), zero({kProgram}, slurm(0, 2, job));
-  EXPECT_EQ(zero.wait(30s), 0) << zero.output();
-  EXPECT_EQ(one.wait(30s), 0) << one.output();
-  EXPECT_TRUE(contains(one.output(), "sum 2")) << one.output();
-}
-
 struct Crash {
   const char* fault;
   const char* named;
@@ -266,10 +124,34 @@ INSTANTIATE_TEST_SUITE_P(Row3, RunCrash,
                                          Crash{"exit", "ended with exit code 9", ""},
                                          Crash{"segfault", "was killed by SIGSEGV", "crashed with SIGSEGV; its stack:"},
                                          Crash{"abort", "was killed by SIGABRT", "crashed with SIGABRT; its stack:"},
+                                         Crash{"terminate", "was killed by SIGABRT (signal 6): lost a rank", ""},
                                          Crash{"kill", "was killed by SIGKILL", ""},
                                          Crash{"fade", "ended with exit code 9", ""},
                                          Crash{"config", "failed: key 'x' is 7", ""}),
                          [](const auto& info) { return info.param.fault; });
+
+int times_in(const std::string& text, const std::string& words) {
+  int times = 0;
+  for (std::size_t at = 0; (at = text.find(words, at)) != std::string::npos; ++at) ++times;
+  return times;
+}
+
+TEST(Run, AnErrorIsSaidOnce) {
+  Child all(launch(3), {{"FAULT", "throw"}, {"FAULT_RANK", "1"}, {"FAULT_STEP", "3"}});
+  EXPECT_EQ(all.wait(30s), 1);
+  EXPECT_EQ(times_in(all.output(), "sample 42 is broken"), 1) << all.output();
+  EXPECT_EQ(times_in(all.output(), "failed"), 1) << all.output();
+}
+
+// The library of a GPU ends a rank that has lost another one by SIGABRT, which must not look like where it began.
+TEST(RunOnGpu, TheRankThatFailedFirstIsNamedUnderNccl) {
+  if (!gpu_available()) GTEST_SKIP() << "there is no GPU";
+  for (const char* fault : {"throw", "exit", "kill"}) {
+    Child run(launch(2), {{"DEVICE", "gpu"}, {"FAULT", fault}, {"FAULT_RANK", "1"}, {"FAULT_STEP", "5"}});
+    EXPECT_EQ(run.wait(180s), 1) << run.output();
+    expect_only_blamed(run.output(), 1, 2);
+  }
+}
 
 // Row 1, from outside: a rank is killed at any moment, many times over, in the middle of collectives or between them.
 TEST(Run, AKilledRankIsNamedAndTheRunStartsAgain) {
@@ -323,11 +205,14 @@ TEST_P(RunStopped, RankIsNamed) {
 INSTANTIATE_TEST_SUITE_P(Row2, RunStopped, testing::Values(0, 2));
 
 TEST(Run, WithoutAWatchdogNobodyIsNamed) {
-  Child run(launch(2), kUnwatched);
-  const pid_t victim = pid_of(run, 1);
+  Child run(launch(2), kUnwatched), watched(launch(2), kQuick);
+  const pid_t victim = pid_of(run, 1), watched_victim = pid_of(watched, 1);
   ASSERT_TRUE(run.said("sum 2"));
+  ASSERT_TRUE(watched.said("sum 2"));
   ASSERT_EQ(kill(victim, SIGSTOP), 0);
-  std::this_thread::sleep_for(3s);  // twice the limit that names it elsewhere
+  ASSERT_EQ(kill(watched_victim, SIGSTOP), 0);
+  // One that is watched has ended for that by now.
+  EXPECT_EQ(watched.wait(30s), 1) << watched.output();
   EXPECT_TRUE(run.running());
   EXPECT_FALSE(contains(run.output(), "behind")) << run.output();
   EXPECT_FALSE(contains(run.output(), "heard")) << run.output();
@@ -340,6 +225,7 @@ TEST(Run, ARankThatSleepsIsNamedWithWhatTheOthersWaitIn) {
   EXPECT_TRUE(contains(run.output(), "rank 1 is behind: in no collective; its last was all_reduce #7 of 'world'"))
       << run.output();
   EXPECT_TRUE(contains(run.output(), "ranks 0 and 2 wait in all_reduce #8 of 'world'")) << run.output();
+  EXPECT_EQ(times_in(run.output(), "is behind"), 1) << run.output();
 }
 
 // Row 12, outside of debug mode: one rank performs one collective less and leaves.
@@ -453,18 +339,21 @@ TEST(Run, AnotherVersionIsNamed) {
 
 TEST(Run, AStrangerIsRefusedAndDisturbsNobody) {
   const Random random(test::random_seed());
-  const int port = endpoint_of(listen_on({"127.0.0.1", 0})).port;
-  Child run(launch(2, {"--port", std::to_string(port)}), {{"STEPS", "2000"}});
+  const test::Port port("127.0.0.1");
+  const test::Folder folder;
+  Child run(launch(2, {"--port", port.number()}), {{"END_FILE", folder.path() + "/end"}});
   ASSERT_TRUE(run.said("sum 2"));
   for (std::uint64_t visit = 0; visit < 5; ++visit) {
     std::this_thread::sleep_for(std::chrono::microseconds(random.below(visit, 5000)));
     try {
-      StoreClient({.server = {"127.0.0.1", port}, .token = "a guess", .connect_timeout = 5s});
+      StoreClient({.server = {"127.0.0.1", std::stoi(port.number())}, .token = "a guess", .connect_timeout = 5s});
       ADD_FAILURE() << "a stranger was let in";
     } catch (const Error& error) {
       EXPECT_TRUE(contains(error.what(), "BONFIRE_TOKEN")) << error.what();
     }
   }
+  // All visits are over, and the ranks are at work.
+  std::ofstream(folder.path() + "/end").close();
   expect_all_done(run, 2);
   EXPECT_TRUE(contains(run.output(), "refused 127.0.0.1:")) << run.output();
 }

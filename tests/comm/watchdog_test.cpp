@@ -269,11 +269,11 @@ TEST(CheckIn, ALateDoubleDoesNotDisturbTheOthers) {
 }
 
 TEST(Limits, ComeFromTheEnvironment) {
-  EXPECT_EQ(WatchdogOptions::limits_from({{"BONFIRE_HEARTBEAT_TIMEOUT", "2.5"}}).silent, 2.5);
-  EXPECT_EQ(WatchdogOptions::limits_from({{"BONFIRE_STALL_TIMEOUT", "0"}}).behind, 0);
-  EXPECT_EQ(WatchdogOptions::limits_from({}).behind, StallLimits{}.behind);
-  EXPECT_THROW(WatchdogOptions::limits_from({{"BONFIRE_STALL_TIMEOUT", "soon"}}), ConfigError);
-  EXPECT_THROW(WatchdogOptions::limits_from({{"BONFIRE_STALL_TIMEOUT", "-1"}}), ConfigError);
+  EXPECT_EQ(StallLimits::from({{"BONFIRE_HEARTBEAT_TIMEOUT", "2.5"}}).silent, 2.5);
+  EXPECT_EQ(StallLimits::from({{"BONFIRE_STALL_TIMEOUT", "0"}}).behind, 0);
+  EXPECT_EQ(StallLimits::from({}).behind, StallLimits{}.behind);
+  EXPECT_THROW(StallLimits::from({{"BONFIRE_STALL_TIMEOUT", "soon"}}), ConfigError);
+  EXPECT_THROW(StallLimits::from({{"BONFIRE_STALL_TIMEOUT", "-1"}}), ConfigError);
 }
 
 }  // namespace

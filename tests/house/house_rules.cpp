@@ -55,6 +55,24 @@ bool is_torch(const std::string& include) {
          include.starts_with("caffe2/");
 }
 
+// Where require(...) is given errno: it may be read before the call that sets it, in whatever order the compiler likes.
+std::vector<std::size_t> early_reasons(const std::string& text) {
+  std::vector<std::size_t> lines;
+  static const std::regex call(R"(\brequire\()");
+  for (auto found = std::sregex_iterator(text.begin(), text.end(), call); found != std::sregex_iterator(); ++found) {
+    const auto start = static_cast<std::size_t>(found->position());
+    int depth = 0;
+    std::size_t end = text.find('(', start);
+    do {
+      if (text[end] == '(') ++depth;
+      if (text[end] == ')') --depth;
+    } while (depth > 0 && ++end < text.size());
+    if (text.substr(start, end - start).find("errno") == std::string::npos) continue;
+    lines.push_back(static_cast<std::size_t>(std::count(text.begin(), text.begin() + found->position(), '\n')));
+  }
+  return lines;
+}
+
 std::string fault(const File& file, std::size_t line, const std::string& what) {
   return fmt::format("{}:{}: {}", file.path, line + 1, what);
 }
@@ -162,6 +180,10 @@ std::vector<std::string> text_faults(const File& file) {
     for (std::size_t at = 0; at < lines.size(); ++at) {
       if (lines[at].starts_with("using namespace")) faults.push_back(fault(file, at, "using namespace in a header"));
     }
+  }
+  if (is_source(file.path) && !file.path.starts_with("tests/")) {
+    for (const std::size_t at : early_reasons(file.text))
+      faults.push_back(fault(file, at, "errno in require(), which may be read before the call: use require_system()"));
   }
   // Written in two pieces, so that this file is no fault of its own.
   static const std::regex unfinished(

@@ -128,5 +128,12 @@ TEST(HouseRules, UnfinishedLongAndLocalTextIsSeen) {
   EXPECT_EQ(faults("bonfire/nn/a.h", "#pragma once\nusing namespace std;\n"), 1u);
 }
 
+TEST(HouseRules, AReasonThatMayBeReadTooEarlyIsSeen) {
+  const auto faults = [](const std::string& text) { return text_faults({"bonfire/comm/a.cpp", text}).size(); };
+  EXPECT_EQ(faults("require(pipe(ends) == 0, \"no pipe: {}\",\n        std::strerror(errno));\n"), 1u);
+  EXPECT_EQ(faults("require_system(pipe(ends) == 0, \"no pipe\");\nif (errno == 0) return;\n"), 0u);
+  EXPECT_EQ(faults("require(good, \"bad\");\nreason = std::strerror(errno);\n"), 0u);
+}
+
 }  // namespace
 }  // namespace bonfire::house

@@ -1,0 +1,325 @@
+#include "bonfire/comm/attempt.h"
+
+#include <poll.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+
+#include <fmt/ranges.h>
+
+#include "bonfire/base/clock.h"
+#include "bonfire/base/error.h"
+#include "bonfire/comm/cores.h"
+#include "bonfire/comm/stop_signals.h"
+
+namespace bonfire {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+// After the first sign of trouble: how long to collect what else fails, before choosing which one was first.
+constexpr auto kSettle = 200ms;
+// The same where all that failed had only lost another rank: that one has yet to end, or is on another node.
+constexpr auto kSettleVictims = 2s;
+// How often to look around although nothing seems to have happened; the latter where the kernel does not tell of ends.
+constexpr auto kLook = 1s;
+constexpr auto kLookOften = 50ms;
+
+bool is_stop_request(int signal) { return signal == SIGINT || signal == SIGTERM || signal == SIGHUP; }
+
+std::string file_name(int rank, int attempt, const char* kind) {
+  return attempt == 0 ? fmt::format("rank-{}.{}", rank, kind) : fmt::format("rank-{}.restart-{}.{}", rank, attempt, kind);
+}
+
+}  // namespace
+
+Variables rank_variables(const LauncherOptions& options) {
+  Variables variables = process_variables();
+  // These would make a rank believe in a torchrun agent around the launcher.
+  for (const char* name : {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"}) variables.erase(name);
+  for (const auto& [name, value] : options.variables) variables[name] = value;
+  return variables;
+}
+
+Attempt::Attempt(const LauncherOptions& options, Setting setting)
+    : options_(options),
+      setting_(std::move(setting)),
+      limits_(StallLimits::from(rank_variables(options))),
+      held_({.store = {.server = setting_.store, .token = options.token, .connect_timeout = 5s, .answer_timeout = 5s},
+             .attempt = setting_.number,
+             .log = options.log}) {}
+
+Attempt::Ending Attempt::run() {
+  start();
+  NodeLink* const link = setting_.link;
+  while (true) {
+    wait_for_events();
+    for (Rank& rank : ranks_) rank.output.take(rank.process.out, rank.process.err);
+    while (const int signal = setting_.signals.next()) handle(signal);
+    reap();
+    look_for_debuggers();
+    if (setting_.guardian.renew()) options_.log.warning("the launcher's guardian was killed: another one was started");
+    if (link != nullptr) {
+      if (link->take_user_signal()) signal_all(SIGUSR1);
+      if (const auto news = link->news(); news && !news->over) hear(*news);
+    }
+    if (!ending_ && !asked_to_stop_ && !failures_.empty() && (Clock::now() >= settled() || living() == 0)) choose_failure();
+    if (kill_at_ && Clock::now() >= *kill_at_) {
+      signal_all(SIGKILL);
+      kill_at_.reset();
+    }
+    if (living() > 0) continue;
+    if (ending_ || asked_to_stop_ || link == nullptr) break;
+    if (!told_ended_) link->ended();
+    told_ended_ = true;
+    if (const auto news = link->news(); news && news->over) break;
+  }
+  for (Rank& rank : ranks_) {
+    rank.output.take(rank.process.out, rank.process.err);
+    rank.output.finish();
+  }
+  if (failure_) return Ending::failed;
+  return saved_ || unsaved_ ? Ending::on_request : Ending::well;
+}
+
+void Attempt::start() {
+  for (int local = 0; local < options_.ranks; ++local) try {
+      ranks_.push_back(start(local));
+      setting_.guardian.watch(ranks_.back().process.pid);
+    } catch (...) {
+      signal_all(SIGKILL);
+      for (const Rank& rank : ranks_) {
+        setting_.guardian.forget(rank.process.pid);
+        waitpid(rank.process.pid, nullptr, 0);
+      }
+      throw;
+    }
+}
+
+Attempt::Rank Attempt::start(int local) {
+  const int number = options_.node * options_.ranks + local;
+  const std::string log_file = (setting_.folder / file_name(number, setting_.number, "log")).string();
+  const std::string error_file = (setting_.folder / file_name(number, setting_.number, "error")).string();
+  std::filesystem::remove(error_file);
+  RankOutput output({.file = log_file,
+                     .prefix = fmt::format("[rank {}] ", number),
+                     .echo = options_.echo == Echo::all || (options_.echo == Echo::first && number == 0),
+                     .raw = options_.echo == Echo::first,
+                     .log = options_.log},
+                    setting_.terminal);
+  const Variables variables = variables_of(local, number, error_file);
+  RankProcess process = start_rank(number, {options_.program, variables, setting_.signals.ignored()});
+  return {std::move(process), std::move(output), log_file, error_file};
+}
+
+Variables Attempt::variables_of(int local, int number, const std::string& error_file) const {
+  Variables variables = rank_variables(options_);
+  if (variables["OMP_NUM_THREADS"].empty())
+    variables["OMP_NUM_THREADS"] = std::to_string(threads_per_rank(variables, options_.ranks, usable_cores()));
+  variables["RANK"] = std::to_string(number);
+  variables["WORLD_SIZE"] = std::to_string(options_.ranks * options_.nodes);
+  variables["LOCAL_RANK"] = std::to_string(local);
+  variables["LOCAL_WORLD_SIZE"] = std::to_string(options_.ranks);
+  variables["GROUP_RANK"] = std::to_string(options_.node);
+  variables["MASTER_ADDR"] = setting_.store.host;
+  variables["MASTER_PORT"] = std::to_string(setting_.store.port);
+  if (!options_.address.empty()) variables["BONFIRE_ADDRESS"] = options_.address;
+  variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(setting_.number);
+  variables["TORCHELASTIC_RUN_ID"] = to_string(setting_.store);
+  variables.insert_or_assign("BONFIRE_LAUNCHER", std::string(1, '1'));
+  variables["BONFIRE_TOKEN"] = options_.token;
+  variables["BONFIRE_ERROR_FILE"] = error_file;
+  return variables;
+}
+
+int Attempt::living() const {
+  return static_cast<int>(std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.alive; }));
+}
+
+void Attempt::wait_for_events() {
+  std::vector<pollfd> entries = {{setting_.signals.fd(), POLLIN, 0}};
+  Deadline next = Clock::now() + kLook;
+  for (const Rank& rank : ranks_) {
+    for (const Socket* pipe : {&rank.process.out, &rank.process.err})
+      if (*pipe) entries.push_back({pipe->fd(), POLLIN, 0});
+    if (!rank.alive) continue;
+    if (rank.process.end)
+      entries.push_back({rank.process.end.fd(), POLLIN, 0});
+    else
+      next = std::min(next, Clock::now() + kLookOften);
+  }
+  const bool listening = setting_.link != nullptr && !setting_.link->news();
+  if (listening) entries.push_back({setting_.link->readable(), POLLIN, 0});
+  if (!failures_.empty() && !ending_ && !asked_to_stop_) next = std::min(next, settled());
+  if (kill_at_) next = std::min(next, *kill_at_);
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
+  poll(entries.data(), entries.size(), static_cast<int>(std::max<long long>(left, 0)));
+}
+
+void Attempt::handle(int signal) {
+  if (signal == SIGTSTP) return pause();
+  if (signal == SIGUSR1) {
+    if (setting_.link != nullptr) setting_.link->tell_user_signal();
+    return signal_all(signal);
+  }
+  if (!is_stop_request(signal)) return;  // SIGCONT: pause() has returned, or nobody had stopped
+  // A second request does not wait any longer. A hang-up is none: a terminal that goes away sends several.
+  if (signal != SIGHUP && ++requests_ > 1) return signal_all(SIGKILL);
+  if (asked_to_stop_ && signal == SIGHUP) return;
+  if (setting_.link != nullptr) setting_.link->tell_stop(signal);
+  stop(signal, "");
+}
+
+void Attempt::stop(int signal, const std::string& where) {
+  asked_to_stop_ = true;
+  if (!failures_.empty()) unsaved_ = true;
+  options_.log.info("{}{}: passed on to {} ranks, which have {} s to end", signal_name(signal), where, living(),
+                    std::chrono::duration_cast<std::chrono::seconds>(options_.stop_grace).count());
+  signal_all(signal);
+  wake_stopped();
+  kill_at_ = Clock::now() + options_.stop_grace;
+}
+
+// Ctrl-Z: the ranks stop and go on with their launcher. Nobody's time runs meanwhile.
+void Attempt::pause() {
+  const Deadline before = Clock::now();
+  for (const Rank& rank : ranks_)
+    if (rank.alive && setting_.link != nullptr) held_.hold(rank.process.rank, "its launcher, which was stopped");
+  pausing_ = true;
+  signal_all(SIGSTOP);
+  setting_.signals.stop_here();
+  signal_all(SIGCONT);
+  for (const Rank& rank : ranks_)
+    if (rank.alive && setting_.link != nullptr) held_.hold(rank.process.rank, "");
+  reap();
+  pausing_ = false;
+  const auto stopped = Clock::now() - before;
+  first_seen_ += stopped;
+  if (kill_at_) *kill_at_ += stopped;
+}
+
+// Ranks that have ended but were not waited for still own their number: nobody else is hit.
+void Attempt::signal_all(int signal) const {
+  for (const Rank& rank : ranks_)
+    if (rank.alive) kill(-rank.process.pid, signal);
+}
+
+// A stopped rank hears nothing until it goes on.
+void Attempt::wake_stopped() const {
+  for (const Rank& rank : ranks_)
+    if (rank.alive && rank.stopped) kill(-rank.process.pid, SIGCONT);
+}
+
+void Attempt::reap() {
+  for (Rank& rank : ranks_) {
+    if (!rank.alive) continue;
+    const auto id = static_cast<id_t>(rank.process.pid);
+    siginfo_t how{};
+    while (waitid(P_PID, id, &how, WSTOPPED | WCONTINUED | WNOHANG) == 0 && how.si_pid != 0) {
+      rank.stopped = how.si_code == CLD_STOPPED;
+      if (rank.stopped && !pausing_) note_stop(rank, how.si_status);
+      how = {};
+    }
+    how = {};
+    const int asked = waitid(P_PID, id, &how, WEXITED | WNOHANG | WNOWAIT);
+    if (asked == 0 && how.si_pid == 0) continue;
+    rank.alive = false;
+    // What it had started goes with it. Its number, and so that of its group, is its own until it has been waited for.
+    if (asked == 0) kill(-rank.process.pid, SIGKILL);
+    setting_.guardian.forget(rank.process.pid);
+    if (asked == 0) waitid(P_PID, id, &how, WEXITED);
+    note_end(rank, how);
+  }
+}
+
+void Attempt::note_stop(Rank& rank, int signal) {
+  const pid_t pid = rank.process.pid;
+  std::string what = "the others wait for it without limit (BONFIRE_HEARTBEAT_TIMEOUT is 0)";
+  if (limits_.silent > 0)
+    what = fmt::format("the others give it up after about {:g} s (BONFIRE_HEARTBEAT_TIMEOUT)", limits_.silent);
+  options_.log.warning("rank {} was stopped by {}; kill -CONT {} lets it go on{}", rank.process.rank, signal_name(signal),
+                       pid, options_.ranks * options_.nodes > 1 ? ", " + what : "");
+}
+
+void Attempt::note_end(Rank& rank, const siginfo_t& how) {
+  const bool exited = how.si_pid != 0 && how.si_code == CLD_EXITED;
+  rank.output.take(rank.process.out, rank.process.err);
+  std::optional<FailureNote> note = read_failure_note(rank.error_file);
+  if (note) rank.output.note(note->details.empty() ? note->message : note->message + "\n" + note->details);
+  if (exited && how.si_status == 0) {
+    done_.push_back(rank.process.rank);
+    return;
+  }
+  const bool stopped_and_saved = exited && how.si_status == 3;
+  if (stopped_and_saved) saved_ = true;
+  if (asked_to_stop_ && !stopped_and_saved) unsaved_ = true;
+  if (stopped_and_saved || ending_ || asked_to_stop_) return;
+  RankFailure failure;
+  failure.rank = rank.process.rank;
+  failure.node = options_.node;
+  failure.at = now_ns();
+  if (exited)
+    failure.code = how.si_status;
+  else if (how.si_pid != 0)
+    failure.signal = how.si_status;
+  else
+    note = FailureNote{.message = "another part of this program has waited for it, so nobody knows how it ended"};
+  failure.note = std::move(note);
+  failure.last_lines.assign(rank.output.last_lines().begin(), rank.output.last_lines().end());
+  failure.log_file = rank.log_file;
+  if (failures_.empty()) first_seen_ = Clock::now();
+  failures_.push_back(std::move(failure));
+}
+
+void Attempt::look_for_debuggers() {
+  if (Clock::now() < looked_ + kLook || options_.ranks * options_.nodes == 1) return;
+  looked_ = Clock::now();
+  for (const Rank& rank : ranks_)
+    if (rank.alive) held_.hold(rank.process.rank, held_by(rank.process.pid));
+}
+
+// When it is time to choose. REQUIRES: something failed.
+Deadline Attempt::settled() const {
+  return first_seen_ + (is_victim(first_failure(failures_)) ? Clock::duration(kSettleVictims) : kSettle);
+}
+
+void Attempt::choose_failure() {
+  RankFailure first = first_failure(failures_);
+  // Nobody crashed, but somebody left: those who lost it are not to blame.
+  if (is_victim(first) && !done_.empty()) {
+    const std::string after = fmt::format("(after rank {} had ended with exit code 0)", fmt::join(done_, ", "));
+    if (first.note)
+      first.note->message += " " + after;
+    else
+      first.note = FailureNote{.kind = FailureNote::Kind::communication, .message = after, .at = first.at};
+  }
+  if (setting_.link != nullptr)
+    hear(setting_.link->tell(first));
+  else
+    end_because(first);
+}
+
+void Attempt::hear(const NodeLink::News& news) {
+  if (ending_ || asked_to_stop_) return;
+  if (news.failure)
+    end_because(*news.failure);
+  else if (news.stop_signal != 0)
+    stop(news.stop_signal, fmt::format(" at the launcher of node {}", news.stop_node));
+}
+
+void Attempt::end_because(const RankFailure& failure) {
+  failure_ = failure;
+  ending_ = true;
+  options_.log.error("{}{}", cause_of(failure), living() > 0 ? "; ending the other ranks" : "");
+  // Nobody is asked to end in good order: there is none left.
+  for (const Rank& rank : ranks_)
+    if (rank.alive) StopSignals::end_now(rank.process.pid);
+  signal_all(SIGTERM);
+  wake_stopped();
+  kill_at_ = Clock::now() + options_.grace;
+}
+
+}  // namespace bonfire

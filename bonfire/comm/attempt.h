@@ -1,0 +1,98 @@
+#pragma once
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bonfire/comm/guardian.h"
+#include "bonfire/comm/held_ranks.h"
+#include "bonfire/comm/launcher.h"
+#include "bonfire/comm/node_link.h"
+#include "bonfire/comm/rank_output.h"
+#include "bonfire/comm/rank_process.h"
+#include "bonfire/comm/signal_events.h"
+#include "bonfire/comm/stall.h"
+#include "bonfire/comm/terminal.h"
+
+namespace bonfire {
+
+// What all ranks find in their environment, but for their places.
+Variables rank_variables(const LauncherOptions& options);
+
+// The ranks of this node, once from start to end.
+class Attempt {
+ public:
+  struct Setting {
+    int number = 0;  // of the attempt
+    std::filesystem::path folder;
+    Endpoint store;
+    NodeLink* link = nullptr;  // null on a single node
+    SignalEvents& signals;
+    Guardian& guardian;
+    Terminal& terminal;
+  };
+  enum class Ending { well, failed, on_request };
+
+  // `options` must outlive it; their log is one that keeps nobody waiting.
+  Attempt(const LauncherOptions& options, Setting setting);
+
+  Ending run();
+
+  const std::optional<RankFailure>& failure() const { return failure_; }
+  // All ranks that ended on request had saved before.
+  bool saved() const { return saved_ && !unsaved_; }
+
+ private:
+  struct Rank {
+    RankProcess process;
+    RankOutput output;
+    std::string log_file;
+    std::string error_file;
+    bool alive = true;
+    bool stopped = false;  // by SIGSTOP
+  };
+
+  void start();
+  Rank start(int local);
+  Variables variables_of(int local, int number, const std::string& error_file) const;
+  int living() const;
+  void wait_for_events();
+
+  void handle(int signal);
+  void stop(int signal, const std::string& where);
+  void pause();
+  void signal_all(int signal) const;
+  void wake_stopped() const;
+
+  void reap();
+  void note_stop(Rank& rank, int signal);
+  void note_end(Rank& rank, const siginfo_t& how);
+  void look_for_debuggers();
+
+  Deadline settled() const;
+  void choose_failure();
+  void hear(const NodeLink::News& news);
+  void end_because(const RankFailure& failure);
+
+  const LauncherOptions& options_;
+  Setting setting_;
+  StallLimits limits_;
+  HeldRanks held_;
+  std::vector<Rank> ranks_;
+  std::vector<RankFailure> failures_;
+  std::vector<int> done_;  // ended well
+  std::optional<RankFailure> failure_;
+  Deadline first_seen_{};  // the first of failures_
+  Deadline looked_{};      // for debuggers
+  std::optional<Deadline> kill_at_;
+  bool ending_ = false;  // because of a failure
+  bool asked_to_stop_ = false;
+  int requests_ = 0;  // by SIGINT or SIGTERM
+  bool pausing_ = false;
+  bool saved_ = false;    // a rank ended with code 3
+  bool unsaved_ = false;  // a rank was asked to end and did so without saving
+  bool told_ended_ = false;
+};
+
+}  // namespace bonfire
