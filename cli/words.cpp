@@ -34,7 +34,7 @@ std::string guess(const std::string& typed, const std::vector<std::string>& word
 
 std::string unknown(const CLI::App& parent, const std::string& word) {
   const auto names = names_of(parent.get_subcommands({}));
-  return fmt::format("'{}' is not a command of {}; {}there are: {}", word, path_of(parent), guess(word, names),
+  return fmt::format("'{}' is not a command of {}; {}commands: {}", word, path_of(parent), guess(word, names),
                      fmt::join(names, ", "));
 }
 

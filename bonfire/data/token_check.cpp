@@ -34,6 +34,8 @@ struct Finding {
 std::string record_of(const TokenFile& file) { return file.path() + ".checked"; }
 
 std::optional<Finding> kept_finding(const TokenFile& file) {
+  std::error_code ignored;
+  if (!fs::is_regular_file(record_of(file), ignored)) return std::nullopt;
   std::ifstream in(record_of(file));
   const auto json = nlohmann::json::parse(in, nullptr, /*allow_exceptions=*/false);
   if (!json.is_object()) return std::nullopt;

@@ -32,7 +32,7 @@ TEST(Command, AWordThatIsNoCommandGetsTheNearestOne) {
   const Scratch scratch;
   expect_refused(scratch.bonfire("trian a.toml"), "'trian' is not a command of bonfire; did you mean train?");
   expect_refused(scratch.bonfire("bench setp a.toml"), "'setp' is not a command of bonfire bench; did you mean step?");
-  expect_refused(scratch.bonfire("xyzzy"), "'xyzzy' is not a command of bonfire; there are: train, launch");
+  expect_refused(scratch.bonfire("xyzzy"), "'xyzzy' is not a command of bonfire; commands: train, launch");
   expect_refused(scratch.bonfire(""), "bonfire needs a command: train, launch");
   expect_refused(scratch.bonfire("bench"), "bonfire bench needs a command: comm, step");
 }
