@@ -27,7 +27,8 @@ int complain(const std::string& message, int code) {
 int end_with(int code) {
   errno = 0;
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
-  return complain(fmt::format("stdout cannot be written: {}", std::strerror(errno != 0 ? errno : EIO)),
+  // An earlier flush has lost the reason.
+  return complain("stdout cannot be written" + (errno != 0 ? fmt::format(": {}", std::strerror(errno)) : std::string()),
                   code == bonfire::cli::kDone ? bonfire::cli::kFailed : code);
 }
 

@@ -68,16 +68,16 @@ TEST(Command, ANumberThatIsNotAllowedIsRefusedInOneLine) {
 TEST(Command, AnObjectThatIsLostIsNoSuccess) {
   const Scratch scratch;
   scratch.write("a.toml", tiny);
-  const auto lost = [&](const std::string& arguments) {
+  const auto lost = [&](const std::string& arguments, const std::string& reason = ": No space left on device") {
     const auto said = bonfire::testing::run_shell("cd '" + scratch.path().string() +
                                                   "' && '" BONFIRE_BUILD_DIR "/bonfire' " + arguments + " > /dev/full");
     EXPECT_EQ(said.code, 1) << arguments << ": " << said.output;
-    EXPECT_TRUE(has(said.output, "stdout cannot be written: No space left on device")) << arguments << ": " << said.output;
+    EXPECT_TRUE(has(said.output, "stdout cannot be written" + reason + "\n")) << arguments << ": " << said.output;
   };
   lost("schedule 1f1b --ranks 2 --microbatches 4 --json");
   lost("plan a.toml --memory --json");
   lost("help train");
-  lost("--version");
+  lost("--version", "");
 }
 
 // How often libgomp, by its own account, looks before it sleeps; 300,000 times where nobody says.
