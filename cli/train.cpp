@@ -10,6 +10,7 @@
 #include "bonfire/train/loop.h"
 #include "cli/commands.h"
 #include "cli/config_arguments.h"
+#include "cli/limits.h"
 #include "cli/start.h"
 
 namespace bonfire::cli {
@@ -29,16 +30,15 @@ void add_train(CLI::App& program, int& exit_code) {
   command
       ->add_option("--ranks", arguments->ranks,
                    "Start this many ranks on this node (default: the launch environment's, else BONFIRE_RANKS, else the "
-                   "product of the "
-                   "axes in [layout], else one for each GPU)")
-      ->check(CLI::PositiveNumber);
-  command->add_option("--nodes", arguments->nodes, "Nodes, each with this command of its own")->check(CLI::PositiveNumber);
-  command->add_option("--node-rank", arguments->node, "Number of this node, from 0")->check(CLI::NonNegativeNumber);
+                   "product of the axes in [layout], else one for each GPU)")
+      ->check(at_least(1));
+  command->add_option("--nodes", arguments->nodes, "Nodes, each with this command of its own")->check(at_least(1));
+  command->add_option("--node-rank", arguments->node, "Number of this node, from 0")->check(at_least(0));
   command->add_option("--master", arguments->master, "HOST:PORT where node 0's command listens")->type_name("HOST:PORT");
   command->add_option("--address", arguments->address, "Address of this node that other nodes reach it at (default: chosen)")
       ->type_name("HOST");
   command->add_option("--max-restarts", arguments->max_restarts, "Start all ranks again after a failure, at most so often")
-      ->check(CLI::NonNegativeNumber);
+      ->check(at_least(0));
   command->add_flag("--json", arguments->json, "Print one object on stdout at the end; words go to stderr");
 
   command->callback([arguments, &exit_code] {
@@ -54,6 +54,7 @@ void add_train(CLI::App& program, int& exit_code) {
     if (arguments->json) options.rank_arguments.push_back("--json");
 
     exit_code = start(config, options, [&](const World& world, const std::filesystem::path& folder) {
+      if (world.rank() == 0) world.log().info("weights: {}", weights_kept);
       StopVote vote(world.store(), {.rank = world.rank(), .size = world.size(), .log = world.log()});
       const StopSignals signals([&vote] { vote.ask(); });
       const TrainReport report = train(world, config, {.folder = folder, .progress = progress_to_stderr(), .stop = &vote});

@@ -58,6 +58,13 @@ std::vector<ConfigKey> all_keys() {
        .help = "Most memory that one rank may take for tensors. A layout that needs more is refused before anything starts, "
                "with what it needs and what would fit. 0: no limit.",
        .range = {.at_least = 0}},
+      {.name = "run.disk_full",
+       .field = BONFIRE_FIELD(run.disk_full),
+       .help =
+           "What happens when a file of the run folder (metrics, TensorBoard events, trace) cannot be written, because the "
+           "disk is full for example: `warn`, with the reason, and train on, or `stop` the run. A run that has done all "
+           "its steps never fails for it.",
+       .choices = {"warn", "stop"}},
 
       {.name = "model.preset",
        .field = BONFIRE_FIELD(model.preset),
@@ -191,6 +198,15 @@ std::vector<ConfigKey> all_keys() {
       {.name = "data.paths",
        .field = BONFIRE_FIELD(data.paths),
        .help = "Token files to train on.",
+       .where_key = "data.type",
+       .where_values = {"tokens"}},
+      {.name = "data.check",
+       .field = BONFIRE_FIELD(data.check),
+       .help =
+           "How much of the token files is compared with the vocabulary before training starts: `full`, every token, once "
+           "(the result is kept in `FILE.checked` until the file changes); `sample`, 256 MiB spread over the files; "
+           "`off`. Whatever is chosen, each sample is checked when it is read.",
+       .choices = {"sample", "full", "off"},
        .where_key = "data.type",
        .where_values = {"tokens"}},
       {.name = "data.held_out",

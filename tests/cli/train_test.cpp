@@ -200,8 +200,8 @@ TEST(Train, TheStackOfLibTorchGoesToTheLogAlone) {
   EXPECT_NE(ended.err.find("allocate"), std::string::npos) << ended.err;
   EXPECT_NE(ended.err.find("runs/big/logs/rank-0.log"), std::string::npos) << ended.err;
   EXPECT_EQ(ended.err.find("frame #"), std::string::npos) << ended.err;
-  // The layout, and three lines of the launcher's.
-  EXPECT_LE(times_in(ended.err, "\n"), 4) << ended.err;
+  // Weights, the layout, and three lines of the launcher's.
+  EXPECT_LE(times_in(ended.err, "\n"), 5) << ended.err;
   EXPECT_NE(scratch.read("runs/big/logs/rank-0.log").find("frame #"), std::string::npos);
 }
 
