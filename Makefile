@@ -43,7 +43,8 @@ command:
 	@cmake --build $(BUILD) -j $(JOBS) --target command
 
 test: build
-	@cd $(BUILD) && ctest --output-on-failure --no-tests=error
+	@cd $(BUILD) && { ctest --output-on-failure --no-tests=error; code=$$?; \
+	  awk -f ../tests/skipped.awk Testing/Temporary/LastTest.log; exit $$code; }
 
 demo: command
 	@$(BUILD)/bonfire train examples/demo.toml --ranks 2

@@ -38,6 +38,18 @@ def measure(command):
     return json.loads(text)
 
 
+class Spinning:
+    """As many processes as there are cores, which do nothing and never sleep, for the length of a `with`."""
+
+    def __enter__(self):
+        self.processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count())]
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
 def interleaved(runs, repeats):
     """Every command in turn, again and again."""
     results = {name: [] for name in runs}
@@ -158,6 +170,33 @@ class Bench:
                          f"{spread([result['step_ms'] for result in results[name]])} |")
         self.write("wrapping", "Ways to wrap one model", lines, list(runs.values()), results)
 
+    def waiting(self):
+        """What OpenMP's threads do while they wait, on a machine that is idle and on one that is not."""
+        tiny = [f"model.{key}={value}" for key, value in {"dim": 64, "layers": 2, "heads": 2, "ffn": 256, "vocab": 256}.items()]
+        models = {"8.4M Llama-shaped model": [], "tiny model (dim 64, 2 layers, 4 samples of 32 tokens)": [*tiny, "data.sequence=32", "train.batch=4"]}
+        # 300,000 looks before a thread sleeps is what libgomp does where nobody tells it.
+        policies = {"spinning, OpenMP's default": ["env", "GOMP_SPINCOUNT=300000"], "passive, as Bonfire's ranks": []}
+        runs = {f"{model}, {ranks} rank{'s' if ranks > 1 else ''} | {policy}": prefix + self.ours(ranks, *settings)
+                for model, settings in models.items() for ranks in (1, 2) for policy, prefix in policies.items()}
+        idle = interleaved(runs, self.options.repeats)
+        with Spinning():
+            busy = interleaved(runs, self.options.repeats)
+
+        def steps(results, name):
+            return [result["step_ms"] for result in results[name]]
+
+        lines = [self.said(f"one rank has {os.cpu_count()} threads, two have half of them each; busy: beside {os.cpu_count()} processes "
+                           "that spin, one for each core"), "",
+                 "| | waiting threads | idle, ms a step: median | smallest | largest | busy: median | smallest | largest | busy over idle |",
+                 "|---|---|---|---|---|---|---|---|---|"]
+        for name in runs:
+            one, other = ([f"{value:.2f}" for value in (statistics.median(steps(results, name)), min(steps(results, name)),
+                                                        max(steps(results, name)))] for results in (idle, busy))
+            ratio = statistics.median(steps(busy, name)) / statistics.median(steps(idle, name))
+            lines.append(f"| {name} | {' | '.join(one)} | {' | '.join(other)} | {ratio:.1f} |")
+        self.write("waiting", "Threads that wait, on an idle machine and on a busy one", lines, list(runs.values()),
+                   {"idle": idle, "busy": busy})
+
     def text(self, name, title, program):
         command = self.program(program, "--repeats", str(self.options.repeats))
         said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -174,7 +213,7 @@ class Bench:
 
 
 def main():
-    benches = ["small_llama", "sharded", "wrapping", "overlap", "prefetch", "pipeline"]
+    benches = ["small_llama", "sharded", "wrapping", "waiting", "overlap", "prefetch", "pipeline"]
     parser = argparse.ArgumentParser()
     parser.add_argument("--peers", default="peers", help="folder of the peers' environment")
     parser.add_argument("--command", default="build/bonfire")

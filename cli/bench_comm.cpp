@@ -17,6 +17,7 @@
 #include "bonfire/comm/join.h"
 #include "bonfire/comm/launcher.h"
 #include "cli/commands.h"
+#include "cli/limits.h"
 
 namespace bonfire::cli {
 namespace {
@@ -133,7 +134,7 @@ void add_bench_comm(CLI::App& bench, int& exit_code) {
   command->add_option("collective", arguments->collectives, "Which, one or several")
       ->check(CLI::IsMember(kinds()))
       ->capture_default_str();
-  command->add_option("--ranks", arguments->ranks, "Start this many local ranks")->check(CLI::PositiveNumber);
+  command->add_option("--ranks", arguments->ranks, "Start this many local ranks")->check(at_least(1));
   command->add_option("--dtype", arguments->dtype, "Of the elements")->check(CLI::IsMember(dtypes()))->capture_default_str();
   command->add_option("--device", arguments->device, "auto: a GPU where there is one")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
@@ -143,9 +144,9 @@ void add_bench_comm(CLI::App& bench, int& exit_code) {
   command->add_option("--factor", arguments->factor, "From one size to the next")
       ->check(CLI::Range(2, 1024))
       ->capture_default_str();
-  command->add_option("--repeats", arguments->repeats, "Of each size")->check(CLI::PositiveNumber)->capture_default_str();
+  command->add_option("--repeats", arguments->repeats, "Of each size")->check(at_least(1))->capture_default_str();
   command->add_option("--transfers", arguments->transfers, "all_gather, reduce_scatter: as so many pairs at once")
-      ->check(CLI::PositiveNumber)
+      ->check(at_least(1))
       ->capture_default_str();
   command->add_flag("--json", arguments->json, "Print one object on stdout");
 

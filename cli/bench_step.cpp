@@ -10,6 +10,7 @@
 #include "bonfire/train/loop.h"
 #include "cli/commands.h"
 #include "cli/config_arguments.h"
+#include "cli/limits.h"
 #include "cli/start.h"
 
 namespace bonfire::cli {
@@ -24,9 +25,9 @@ void add_bench_step(CLI::App& bench, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   CLI::App* command = bench.add_subcommand("step", "Time and memory of the training steps of a configuration");
   arguments->config.add_to(*command);
-  command->add_option("--ranks", arguments->ranks, "Start this many local ranks")->check(CLI::PositiveNumber);
+  command->add_option("--ranks", arguments->ranks, "Start this many local ranks")->check(at_least(1));
   command->add_option("--steps", arguments->steps, "Steps to time, after those that set the run up")
-      ->check(CLI::PositiveNumber)
+      ->check(at_least(1))
       ->capture_default_str();
   command->add_flag("--json", arguments->json, "Print one object on stdout; words go to stderr");
 

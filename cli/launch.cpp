@@ -7,6 +7,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/comm/launcher.h"
 #include "cli/commands.h"
+#include "cli/limits.h"
 
 namespace bonfire::cli {
 
@@ -19,11 +20,11 @@ void add_launch(CLI::App& program, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   LauncherOptions& options = arguments->options;
   CLI::App* command = program.add_subcommand("launch", "Start any Bonfire program on local ranks");
-  command->add_option("-n,--ranks", options.ranks, "Ranks on this node")->check(CLI::PositiveNumber);
+  command->add_option("-n,--ranks", options.ranks, "Ranks on this node")->check(at_least(1));
   command->add_option("--max-restarts", options.max_restarts, "Start all ranks again after a failure, at most so often")
-      ->check(CLI::NonNegativeNumber);
-  command->add_option("--nodes", options.nodes, "Nodes, each with a launcher of its own")->check(CLI::PositiveNumber);
-  command->add_option("--node-rank", options.node, "Number of this node, from 0")->check(CLI::NonNegativeNumber);
+      ->check(at_least(0));
+  command->add_option("--nodes", options.nodes, "Nodes, each with a launcher of its own")->check(at_least(1));
+  command->add_option("--node-rank", options.node, "Number of this node, from 0")->check(at_least(0));
   command->add_option("--master", arguments->master, "HOST:PORT where node 0's launcher listens")->type_name("HOST:PORT");
   command->add_option("--address", options.address, "Address of this node that other nodes reach it at (default: chosen)")
       ->type_name("HOST");

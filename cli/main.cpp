@@ -1,6 +1,11 @@
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <exception>
+#include <string>
+#include <vector>
 
+#include <fmt/format.h>
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
@@ -8,13 +13,23 @@
 #include "bonfire/base/error.h"
 #include "bonfire/base/version.h"
 #include "cli/commands.h"
+#include "cli/words.h"
 
 namespace {
 
-int complain(const char* message, int code) {
+int complain(const std::string& message, int code) {
   std::fflush(stdout);
-  std::fprintf(stderr, "bonfire: %s\n", message);
+  std::fprintf(stderr, "bonfire: %s\n", message.c_str());
   return code;
+}
+
+// What was printed must have arrived: a script must not be told that all went well where its object was lost.
+int end_with(int code) {
+  errno = 0;
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+  // An earlier flush has lost the reason.
+  return complain("stdout cannot be written" + (errno != 0 ? fmt::format(": {}", std::strerror(errno)) : std::string()),
+                  code == bonfire::cli::kDone ? bonfire::cli::kFailed : code);
 }
 
 }  // namespace
@@ -35,16 +50,24 @@ int main(int argc, char** argv) {
   add_doctor(program, exit_code);
   add_schedule(program, exit_code);
   add_tokens(program, exit_code);
+  program.add_subcommand("help", "Say what a command does: bonfire help train")->prefix_command();
 
+  const std::vector<std::string> arguments(argv + 1, argv + argc);
   try {
+    if (!arguments.empty() && arguments.front() == "help") {
+      fmt::print("{}", help_about(program, {arguments.begin() + 1, arguments.end()}));
+      return end_with(kDone);
+    }
+    if (const auto wrong = wrong_command(program, arguments)) return complain(*wrong, kBadRequest);
     program.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return program.exit(error);  // --help, --version
-    return complain(error.what(), kBadRequest);
+    if (error.get_exit_code() == 0) return end_with(program.exit(error));  // --help, --version
+    const bool extras = dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr;
+    return complain(extras ? wrong_options(program) : error.what(), kBadRequest);
   } catch (const bonfire::ConfigError& error) {
     return complain(error.what(), kBadRequest);
   } catch (const std::exception& error) {
     return complain(error.what(), kFailed);
   }
-  return exit_code;
+  return end_with(exit_code);
 }

@@ -14,6 +14,7 @@
 #include "bonfire/train/selection.h"
 #include "cli/commands.h"
 #include "cli/config_arguments.h"
+#include "cli/limits.h"
 
 namespace bonfire::cli {
 namespace {
@@ -207,8 +208,7 @@ void add_plan(CLI::App& program, int& exit_code) {
       ->add_option("--gpus", arguments->gpus,
                    "For this many data-parallel ranks, the batch divided among them (default: those of [layout])")
       ->check(CLI::Range(1, 1 << 20));
-  command->add_option("--cap", arguments->cap, "Also say what fits into this many GiB on a rank")
-      ->check(CLI::PositiveNumber);
+  command->add_option("--cap", arguments->cap, "Also say what fits into this many GiB on a rank")->check(more_than(0));
   command->add_flag("--json", arguments->json, "Print one object");
   command->callback([arguments, &exit_code] {
     if (!arguments->memory)

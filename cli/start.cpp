@@ -1,10 +1,13 @@
 #include "cli/start.h"
 
-#include <sys/ioctl.h>
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <memory>
 #include <thread>
 
 #include <ATen/Parallel.h>
@@ -18,6 +21,7 @@
 #include "bonfire/comm/environment.h"
 #include "bonfire/comm/join.h"
 #include "bonfire/comm/launcher.h"
+#include "bonfire/comm/wait_policy.h"
 #include "bonfire/train/build.h"
 #include "bonfire/train/memory_need.h"
 #include "bonfire/train/run_data.h"
@@ -31,14 +35,14 @@ namespace fs = std::filesystem;
 
 // How a command tells the ranks that it starts where the run's folder is, and by that, that everything has been checked.
 constexpr const char* folder_variable = "BONFIRE_RUN_FOLDER";
-// Width of the terminal on which the ranks' words end; their own stderr is a pipe.
-constexpr const char* columns_variable = "BONFIRE_COLUMNS";
+// The terminal on which the ranks' words end, whose width they ask for; their own stderr is a pipe.
+constexpr const char* terminal_variable = "BONFIRE_TERMINAL";
 
-// 0: there is no terminal. One that does not know its width gets the usual one.
-int columns_of_terminal() {
-  if (!isatty(STDERR_FILENO)) return 0;
-  winsize size{};
-  return ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+// Empty: there is none.
+std::string name_of_terminal() {
+  if (!isatty(STDERR_FILENO)) return "";
+  char name[256];
+  return ttyname_r(STDERR_FILENO, name, sizeof name) == 0 ? name : "/dev/tty";
 }
 
 fs::path temporary_folder() {
@@ -63,7 +67,7 @@ int launch_here(const Config& config, const StartOptions& options, const Environ
   if (place.nodes > 1) launcher.master = {place.address, place.port};
   launcher.max_restarts = options.max_restarts;
   launcher.echo = Echo::first;
-  if (const int columns = columns_of_terminal()) launcher.variables[columns_variable] = std::to_string(columns);
+  if (const std::string terminal = name_of_terminal(); !terminal.empty()) launcher.variables[terminal_variable] = terminal;
   // On several nodes the ranks agree on one folder.
   fs::path folder;
   if (place.nodes == 1) {
@@ -128,19 +132,35 @@ Environment find_place(const Config& config, const StartOptions& options, const 
   return place;
 }
 
+// OpenMP has read its variables when this process was loaded. A launcher that is not ours has not set them: the program
+// begins again with them, which costs nothing but the loading, since nothing has been done yet.
+void wait_passively_from_the_start(Variables& variables) {
+  if (!wait_passively(variables)) return;
+  std::vector<std::string> words;
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
+  std::vector<char*> arguments;
+  for (std::string& word : words) arguments.push_back(word.data());
+  arguments.push_back(nullptr);
+  setenv(wait_policy_variable, "passive", 1);
+  execv("/proc/self/exe", arguments.data());
+  // Not possible here: then it waits as OpenMP does.
+}
+
 }  // namespace
 
 int start(Config& config, const StartOptions& options, const RankBody& body) {
   Variables variables = process_variables();
   const Environment place = find_place(config, options, variables);
   resolve(config, place.size);
+  if (place.source != LaunchSource::none && !place.launches_itself) wait_passively_from_the_start(variables);
   // Where the starter has checked, or another rank of this machine does, nothing is read twice.
   const auto folder = variables.find(folder_variable);
   const bool started_by_us = place.source == LaunchSource::bonfire && folder != variables.end();
   if (!started_by_us) {
     device_of(config, place.local_rank);
     require_memory(config);
-    if (place.local_rank == 0) open_data(config, TokenCheck::all);
+    if (place.local_rank == 0) check_data(config, Log());
   }
   if (place.launches_itself) return launch_here(config, options, place);
   if (options.max_restarts > 0) {
@@ -161,9 +181,11 @@ int start(Config& config, const StartOptions& options, const RankBody& body) {
 
 ProgressLine::Options progress_to_stderr() {
   auto options = ProgressLine::to_stderr();
-  if (const char* columns = std::getenv(columns_variable); columns && !options.terminal) {
+  if (const char* terminal = std::getenv(terminal_variable); terminal && !options.terminal) {
     options.terminal = true;
-    options.columns = std::atoi(columns);
+    // Only to ask how wide it is; where it cannot be opened, the usual width has to do.
+    const auto file = std::make_shared<Socket>(open(terminal, O_RDONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC));
+    options.columns = [file] { return ProgressLine::columns_of(file->fd()); };
   }
   return options;
 }

@@ -8,6 +8,7 @@
 #include "bonfire/train/loop.h"
 #include "cli/commands.h"
 #include "cli/config_arguments.h"
+#include "cli/limits.h"
 #include "cli/start.h"
 
 namespace bonfire::cli {
@@ -26,9 +27,9 @@ void add_train(CLI::App& program, int& exit_code) {
       ->add_option(
           "--ranks", arguments->ranks,
           "Start this many local ranks (default: the launch environment's, else the product of the axes in [layout])")
-      ->check(CLI::PositiveNumber);
+      ->check(at_least(1));
   command->add_option("--max-restarts", arguments->max_restarts, "Start all ranks again after a failure, at most so often")
-      ->check(CLI::NonNegativeNumber);
+      ->check(at_least(0));
   command->add_flag("--json", arguments->json, "Print one object on stdout at the end; words go to stderr");
 
   command->callback([arguments, &exit_code] {
@@ -38,6 +39,7 @@ void add_train(CLI::App& program, int& exit_code) {
     if (arguments->json) options.rank_arguments.push_back("--json");
 
     exit_code = start(config, options, [&](const World& world, const std::filesystem::path& folder) {
+      if (world.rank() == 0) world.log().info("weights: {}", weights_kept);
       const TrainReport report = train(world, config, {.folder = folder, .progress = progress_to_stderr()});
       if (world.rank() != 0) return;
       fmt::print(stderr, "\n{}", summary(report));

@@ -30,8 +30,9 @@ void write_to_stderr(LogLevel level, std::string_view message) {
   const auto [word, colour] = look_of(level);
   const bool coloured = isatty(STDERR_FILENO) != 0;
   // One write, so that lines of ranks that share a terminal do not mix.
-  const std::string line = fmt::format("{:02}:{:02}:{:02} {}{}{} {}\n", time.tm_hour, time.tm_min, time.tm_sec,
-                                       coloured ? colour : "", word, coloured ? "\033[0m" : "", message);
+  const std::string line =
+      fmt::format("{:04}-{:02}-{:02} {:02}:{:02}:{:02} {}{}{} {}\n", time.tm_year + 1900, time.tm_mon + 1, time.tm_mday,
+                  time.tm_hour, time.tm_min, time.tm_sec, coloured ? colour : "", word, coloured ? "\033[0m" : "", message);
   std::fwrite(line.data(), 1, line.size(), stderr);
 }
 

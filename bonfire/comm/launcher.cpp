@@ -20,6 +20,7 @@
 #include "bonfire/comm/node_link.h"
 #include "bonfire/comm/rank_process.h"
 #include "bonfire/comm/store_server.h"
+#include "bonfire/comm/wait_policy.h"
 
 namespace bonfire {
 namespace {
@@ -140,6 +141,7 @@ class Attempt {
     const int cores = static_cast<int>(std::thread::hardware_concurrency());
     if (variables["OMP_NUM_THREADS"].empty())
       variables["OMP_NUM_THREADS"] = std::to_string(threads_per_rank(variables, options_.ranks, cores));
+    wait_passively(variables);
     variables["RANK"] = std::to_string(number);
     variables["WORLD_SIZE"] = std::to_string(options_.ranks * options_.nodes);
     variables["LOCAL_RANK"] = std::to_string(local);

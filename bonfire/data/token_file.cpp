@@ -1,27 +1,53 @@
 #include "bonfire/data/token_file.h"
 
 #include <algorithm>
+#include <cstring>
 #include <filesystem>
-#include <limits>
+#include <vector>
 
 #include "bonfire/base/error.h"
-#include "bonfire/data/mapped_file.h"
+#include "bonfire/data/input_file.h"
 #include "bonfire/data/token_formats.h"
-#include "bonfire/data/token_scan.h"
 
 namespace bonfire {
 namespace {
 
+// The tokens stand at the end of the memory that they are to fill. From the front on, none is overwritten before it was
+// read.
 template <class T>
-void widen(const std::byte* from, std::span<std::int64_t> to) {
-  for (std::size_t at = 0; at < to.size(); ++at) {
+void widen(std::span<std::int64_t> tokens) {
+  const auto* from = reinterpret_cast<const char*>(tokens.data() + tokens.size()) - tokens.size() * sizeof(T);
+  for (std::size_t at = 0; at < tokens.size(); ++at) {
     T value;
     std::memcpy(&value, from + at * sizeof(T), sizeof(T));
-    to[at] = static_cast<std::int64_t>(value);
+    tokens[at] = static_cast<std::int64_t>(value);
   }
 }
 
-TokenType megatron_type(const MappedFile& index) {
+// Values of one type, one behind the other in a file, which are wanted in order.
+template <class T>
+class Column {
+ public:
+  Column(const InputFile& file, std::uint64_t offset, std::uint64_t size) : file_(file), offset_(offset), size_(size) {}
+
+  T operator[](std::uint64_t index) {
+    if (index < first_ || index >= first_ + block_.size()) {
+      first_ = index;
+      block_.resize(std::min<std::uint64_t>(size_ - index, 1 << 16));
+      file_.read(offset_ + index * sizeof(T), std::as_writable_bytes(std::span(block_)));
+    }
+    return block_[index - first_];
+  }
+
+ private:
+  const InputFile& file_;
+  std::uint64_t offset_;
+  std::uint64_t size_;
+  std::uint64_t first_ = 0;
+  std::vector<T> block_;
+};
+
+TokenType megatron_type(const InputFile& index) {
   const auto code = index.at<std::uint8_t>(megatron::code_at);
   switch (code) {
     case 1: return TokenType::u8;
@@ -53,18 +79,22 @@ std::uint64_t bytes_of(TokenType type) {
   return 0;
 }
 
-TokenFile::TokenFile(const std::string& path) {
+bool is_signed(TokenType type) {
+  return type == TokenType::i8 || type == TokenType::i16 || type == TokenType::i32 || type == TokenType::i64;
+}
+
+TokenFile::TokenFile(const std::string& path, IndexCheck check) {
   std::string prefix = path;
   if (path.ends_with(".idx") || path.ends_with(".bin")) prefix.resize(path.size() - 4);
   // An index beside a .bin makes it Megatron's, whose tokens may begin with anything.
   if (path.ends_with(".idx") || exists(prefix + ".idx"))
-    open_megatron(prefix + ".idx", prefix + ".bin");
+    open_megatron(prefix + ".idx", prefix + ".bin", check);
   else
     open_llmc(path);
 }
 
 void TokenFile::open_llmc(const std::string& path) {
-  file_ = std::make_shared<MappedFile>(path);
+  file_ = std::make_shared<InputFile>(path);
   const auto magic = file_->at<std::int32_t>(0);
   if (magic != llmc::magic_u16 && magic != llmc::magic_u32)
     fail_config(
@@ -83,9 +113,11 @@ void TokenFile::open_llmc(const std::string& path) {
                 file_->size(), offset_ + size_ * bytes_of(type_), offset_, size_, bytes_of(type_));
 }
 
-void TokenFile::open_megatron(const std::string& index_path, const std::string& path) {
-  const MappedFile index(index_path);
-  if (index.size() < megatron::header_bytes || std::memcmp(index.data(), megatron::magic, megatron::magic_bytes) != 0)
+void TokenFile::open_megatron(const std::string& index_path, const std::string& path, IndexCheck check) {
+  const InputFile index(index_path);
+  char magic[megatron::magic_bytes] = {};
+  if (index.size() >= megatron::header_bytes) index.read(0, std::as_writable_bytes(std::span(magic)));
+  if (std::memcmp(magic, megatron::magic, megatron::magic_bytes) != 0)
     fail_config("'{}': does not begin with the {} bytes MMIDIDX\\0\\0 and a header of {} bytes", index_path,
                 megatron::magic_bytes, megatron::header_bytes);
   const auto version = index.at<std::uint64_t>(megatron::version_at);
@@ -108,21 +140,25 @@ void TokenFile::open_megatron(const std::string& index_path, const std::string& 
     fail_config("'{}': has {} bytes, must have {}: {} sequences and {} document bounds", index_path, index.size(),
                 documents_at + 8 * bounds, sequences, bounds);
 
+  Column<std::int32_t> lengths(index, lengths_at, sequences);
+  Column<std::int64_t> pointers(index, pointers_at, sequences);
+  const bool entries = check == IndexCheck::entries;
   std::uint64_t end = 0;
-  for (std::uint64_t at = 0; at < sequences; ++at) {
-    const auto length = index.at<std::int32_t>(lengths_at + 4 * at);
+  for (std::uint64_t at = entries ? 0 : sequences - 1; at < sequences; ++at) {
+    const auto length = lengths[at];
     if (length < 0)
       fail_config("'{}': length of sequence {} at byte {} is {}, must not be negative", index_path, at, lengths_at + 4 * at,
                   length);
-    const auto pointer = index.at<std::int64_t>(pointers_at + 8 * at);
-    if (pointer < 0 || static_cast<std::uint64_t>(pointer) != end)
+    const auto pointer = pointers[at];
+    if (pointer < 0 || (entries && static_cast<std::uint64_t>(pointer) != end))
       fail_config("'{}': pointer of sequence {} at byte {} is {}, must be {}, where the one before it ends", index_path, at,
                   pointers_at + 8 * at, pointer, end);
-    end += static_cast<std::uint64_t>(length) * width;
+    end = static_cast<std::uint64_t>(pointer) + static_cast<std::uint64_t>(length) * width;
   }
+  Column<std::int64_t> documents(index, documents_at, bounds);
   std::int64_t before = 0;
-  for (std::uint64_t at = 0; at < bounds; ++at) {
-    const auto bound = index.at<std::int64_t>(documents_at + 8 * at);
+  for (std::uint64_t at = 0; entries && at < bounds; ++at) {
+    const auto bound = documents[at];
     const auto least = before, most = at == 0 ? 0 : static_cast<std::int64_t>(sequences);
     if (bound < least || bound > most || (at + 1 == bounds && bound != most))
       fail_config("'{}': document bound {} at byte {} is {}, must be {} to {}", index_path, at, documents_at + 8 * at, bound,
@@ -131,50 +167,43 @@ void TokenFile::open_megatron(const std::string& index_path, const std::string& 
   }
   if (end == 0) fail_config("'{}': holds no token", index_path);
 
-  file_ = std::make_shared<MappedFile>(path);
+  file_ = std::make_shared<InputFile>(path);
   if (file_->size() != end)
     fail_config("'{}': has {} bytes, must have the {} that '{}' says", path, file_->size(), end, index_path);
   size_ = end / width;
+  if (size_ * width != end) fail_config("'{}': has {} bytes, must have whole tokens of {} bytes", path, end, width);
 }
 
 const std::string& TokenFile::path() const { return file_->path(); }
+std::uint64_t TokenFile::bytes() const { return file_->size(); }
+std::int64_t TokenFile::modified_ns() const { return file_->modified_ns(); }
+
+void TokenFile::read(std::uint64_t first, std::span<std::byte> bytes) const {
+  const auto width = bytes_of(type_), count = bytes.size() / width;
+  require(first <= size_ && count <= size_ - first, "'{}': {} tokens from {} asked of {}", path(), count, first, size_);
+  file_->read(offset_ + first * width, bytes);
+}
 
 void TokenFile::copy(std::uint64_t first, std::span<std::int64_t> tokens) const {
-  require(first <= size_ && tokens.size() <= size_ - first, "'{}': {} tokens from {} asked of {}", path(), tokens.size(),
-          first, size_);
-  const auto* from = file_->data() + offset_ + first * bytes_of(type_);
+  read(first, std::as_writable_bytes(tokens).last(tokens.size() * bytes_of(type_)));
   switch (type_) {
-    case TokenType::u8: return widen<std::uint8_t>(from, tokens);
-    case TokenType::i8: return widen<std::int8_t>(from, tokens);
-    case TokenType::u16: return widen<std::uint16_t>(from, tokens);
-    case TokenType::i16: return widen<std::int16_t>(from, tokens);
-    case TokenType::u32: return widen<std::uint32_t>(from, tokens);
-    case TokenType::i32: return widen<std::int32_t>(from, tokens);
-    case TokenType::i64: return widen<std::int64_t>(from, tokens);
+    case TokenType::u8: return widen<std::uint8_t>(tokens);
+    case TokenType::i8: return widen<std::int8_t>(tokens);
+    case TokenType::u16: return widen<std::uint16_t>(tokens);
+    case TokenType::i16: return widen<std::int16_t>(tokens);
+    case TokenType::u32: return widen<std::uint32_t>(tokens);
+    case TokenType::i32: return widen<std::int32_t>(tokens);
+    case TokenType::i64: return;
   }
 }
 
-std::int64_t TokenFile::token(std::uint64_t index) const {
-  std::int64_t value = 0;
-  copy(index, {&value, 1});
-  return value;
-}
-
-void TokenFile::check_tokens(std::int64_t vocab) const {
-  require(vocab > 0, "vocabulary is {}, must be positive", vocab);
-  // Taken as unsigned, a negative token is larger than any vocabulary.
-  const auto width = bytes_of(type_);
-  const auto largest = largest_unsigned(file_->data() + offset_, size_, width);
-  const bool has_sign =
-      type_ == TokenType::i8 || type_ == TokenType::i16 || type_ == TokenType::i32 || type_ == TokenType::i64;
-  const auto negative = has_sign ? std::uint64_t{1} << (8 * width - 1) : std::numeric_limits<std::uint64_t>::max();
-  if (largest < static_cast<std::uint64_t>(vocab) && largest < negative) return;
-  for (std::uint64_t at = 0; at < size_; ++at) {
-    const auto value = token(at);
-    if (value < 0 || value >= vocab)
-      fail_config("'{}': token {} at byte {} is {}, must be 0 to {}, below the vocabulary of {}", path(), at,
-                  offset_ + at * width, value, vocab - 1, vocab);
-  }
+void TokenFile::require_tokens(std::uint64_t first, std::span<const std::int64_t> tokens, std::int64_t vocab) const {
+  const auto bad =
+      std::find_if(tokens.begin(), tokens.end(), [=](std::int64_t token) { return token < 0 || token >= vocab; });
+  if (bad == tokens.end()) return;
+  const auto index = first + static_cast<std::uint64_t>(bad - tokens.begin());
+  fail_config("'{}': token {} at byte {} is {}, must be 0 to {}, below the vocabulary of {}", path(), index,
+              offset_ + index * bytes_of(type_), *bad, vocab - 1, vocab);
 }
 
 }  // namespace bonfire

@@ -16,11 +16,14 @@ TokenFiles::TokenFiles(const TokenFilesOptions& options) : options_(options) {
   const auto length = static_cast<std::uint64_t>(options.sequence) + 1;
   std::uint64_t windows = 0;
   for (const auto& path : options.paths) {
-    const auto& file = files_.emplace_back(path);
+    const auto& file = files_.emplace_back(path, options.check == TokenCheck::full ? IndexCheck::entries : IndexCheck::end);
     if (file.size() < length)
       fail_config("'{}': has {} tokens, must have at least {}: a sequence of {} and the token after it", file.path(),
                   file.size(), length, options.sequence);
-    if (options.check_tokens) file.check_tokens(options.vocab);
+    check_tokens(file, {.how = options.check,
+                        .vocab = options.vocab,
+                        .sample_bytes = options.sample_bytes / options.paths.size(),
+                        .log = options.log});
     ends_.push_back(windows += (file.size() - length) / static_cast<std::uint64_t>(options_.stride) + 1);
   }
 }
@@ -29,7 +32,9 @@ void TokenFiles::window(std::uint64_t index, std::span<std::int64_t> tokens) con
   require(index < size(), "sample {} asked of {}", index, size());
   const auto file = std::upper_bound(ends_.begin(), ends_.end(), index) - ends_.begin();
   const auto before = file == 0 ? 0 : ends_[static_cast<std::size_t>(file) - 1];
-  files_[static_cast<std::size_t>(file)].copy((index - before) * static_cast<std::uint64_t>(options_.stride), tokens);
+  const auto first = (index - before) * static_cast<std::uint64_t>(options_.stride);
+  files_[static_cast<std::size_t>(file)].copy(first, tokens);
+  files_[static_cast<std::size_t>(file)].require_tokens(first, tokens, options_.vocab);
 }
 
 }  // namespace bonfire

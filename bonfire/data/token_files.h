@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bonfire/data/source.h"
+#include "bonfire/data/token_check.h"
 #include "bonfire/data/token_file.h"
 
 namespace bonfire {
@@ -14,8 +15,11 @@ struct TokenFilesOptions {
   std::vector<std::string> paths;
   std::int64_t vocab = 0;
   std::int64_t sequence = 0;
-  std::int64_t stride = 0;   // tokens from a window's start to the next one's; 0: sequence
-  bool check_tokens = true;  // reads every file once; one rank of a machine is enough
+  std::int64_t stride = 0;  // tokens from a window's start to the next one's; 0: sequence
+  // Before anything is read: one rank of a machine is enough. A sample is one of all files together.
+  TokenCheck check = TokenCheck::sample;
+  std::uint64_t sample_bytes = 256 << 20;
+  Log log{};
 };
 
 // Token files as one source. Windows lie in one file each and, by default, share one token with their neighbours, so that
@@ -28,6 +32,7 @@ class BONFIRE_API TokenFiles : public TokenSource {
   std::uint64_t size() const override { return ends_.back(); }
   std::int64_t vocab() const override { return options_.vocab; }
   std::int64_t sequence() const override { return options_.sequence; }
+  // Throws ConfigError where a token is not in the vocabulary, Error where the file has shrunk.
   void window(std::uint64_t index, std::span<std::int64_t> tokens) const override;
 
  private:

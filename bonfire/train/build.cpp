@@ -87,7 +87,7 @@ Run::Run(const World& a_world, const Config& a_config)
       memory(world.device()),
       cap(world.device(), config.run.memory_cap.count),
       // The one who started the ranks, or the first of each machine, has read all tokens.
-      data(open_data(config, TokenCheck::none)),
+      data(open_data(config)),
       mesh(world.mesh(mesh_shape(config.layout))),
       trainee(make_trainee(world, config, mesh, data)),
       scaler(make_scaler(config)),

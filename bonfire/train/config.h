@@ -45,6 +45,7 @@ struct BONFIRE_API Config {
     bool debug_collectives = false;
     bool debug_parameters = false;
     Bytes memory_cap;
+    std::string disk_full = "warn";
   } run;
 
   struct Model {
@@ -58,6 +59,7 @@ struct BONFIRE_API Config {
     std::string type = "synthetic";
     std::int64_t sequence = 256;
     std::vector<std::string> paths;
+    std::string check = "sample";
     double held_out = 0.01;
     std::int64_t seed = 1;
     std::int64_t branching = 8;

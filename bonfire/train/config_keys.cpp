@@ -57,6 +57,12 @@ std::vector<ConfigKey> all_keys() {
        .help = "Upper limit for the tensor memory of one rank. A layout that needs more is refused before training "
                "starts, with the memory it needs and a layout that would fit. 0 means no limit.",
        .range = {.at_least = 0}},
+      {.name = "run.disk_full",
+       .field = BONFIRE_FIELD(run.disk_full),
+       .help = "What to do if a file of the run folder (metrics, TensorBoard events, trace) cannot be written, for "
+               "example because the disk is full: `warn` logs the reason and training continues, `stop` ends the run. "
+               "A run that has completed all its steps never fails because of this.",
+       .choices = {"warn", "stop"}},
 
       {.name = "model.preset",
        .field = BONFIRE_FIELD(model.preset),
@@ -191,6 +197,14 @@ std::vector<ConfigKey> all_keys() {
       {.name = "data.paths",
        .field = BONFIRE_FIELD(data.paths),
        .help = "Token files to train on.",
+       .where_key = "data.type",
+       .where_values = {"tokens"}},
+      {.name = "data.check",
+       .field = BONFIRE_FIELD(data.check),
+       .help = "How much of the token files is checked against the vocabulary before training starts: `full`, every "
+               "token, once (the result is kept in `FILE.checked` until the file changes); `sample`, 256 MiB spread "
+               "over the files; `off`. In every case, each sample is checked when it is read.",
+       .choices = {"sample", "full", "off"},
        .where_key = "data.type",
        .where_values = {"tokens"}},
       {.name = "data.held_out",

@@ -9,7 +9,6 @@
 #include "bonfire/comm/progress.h"
 #include "bonfire/train/capturable.h"
 #include "bonfire/train/predict.h"
-#include "bonfire/train/run_folder.h"
 
 namespace bonfire {
 namespace {
@@ -43,11 +42,11 @@ std::string describe_run(const Run& run) {
 
 }  // namespace
 
-Journal::Journal(const Run& run, const TrainOptions& options) : run_(run), folder_(options.folder), step_start_(now_ns()) {
+Journal::Journal(const Run& run, const TrainOptions& options)
+    : run_(run), folder_(options.folder), step_start_(now_ns()), disk_(run.config, run.world.log()) {
   if (run.world.rank() != 0) return;
-  write_file(folder_ / "config.toml", to_toml(run.config));
-  file_ = std::make_unique<MetricsFile>(folder_ / "metrics.jsonl");
-  events_ = std::make_unique<EventWriter>(folder_);
+  const auto config = folder_ / "config.toml";
+  disk_.attempt(config, [&] { write_file(config, to_toml(run.config)); });
   if (options.progress) {
     auto progress = *options.progress;
     progress.steps = run.config.train.steps;
@@ -79,9 +78,18 @@ void Journal::add_evaluation(double loss) {
   step_start_ = now_ns();
 }
 
-void Journal::write_step() {
-  if (file_) {
+void Journal::write_metrics() {
+  const auto path = folder_ / "metrics.jsonl";
+  // Opened here, so that a file that could not be made is tried again.
+  disk_.attempt(path, [&] {
+    if (!file_) file_ = std::make_unique<MetricsFile>(path);
     file_->write(metrics_);
+  });
+}
+
+void Journal::write_events() {
+  disk_.attempt(folder_ / "events.out.tfevents.*", [&] {
+    if (!events_) events_ = std::make_unique<EventWriter>(folder_);
     events_->scalars(metrics_.step, {{"train/loss", metrics_.loss},
                                      {"train/grad_norm", metrics_.grad_norm},
                                      {"train/lr", metrics_.lr},
@@ -89,6 +97,14 @@ void Journal::write_step() {
                                      {"train/memory_bytes", static_cast<double>(metrics_.memory_bytes)},
                                      {"train/skipped", static_cast<double>(metrics_.skipped)}});
     if (metrics_.eval_loss) events_->scalars(metrics_.step, {{"eval/loss", *metrics_.eval_loss}});
+  });
+}
+
+void Journal::write_step() {
+  if (run_.world.rank() == 0) {
+    if (metrics_.step >= run_.config.train.steps) disk_.finish();
+    write_metrics();
+    write_events();
   }
   if (progress_) progress_->step_done(metrics_);
 }
@@ -123,7 +139,11 @@ TrainReport Journal::finish() {
       report.mfu = step_flops(run_.config) / (report.step_ms * 1e-3) / (*peak * gpus);
     }
   }
-  if (group.rank() == 0) write_file(folder_ / "report.json", to_json(report) + "\n");
+  if (group.rank() == 0) {
+    disk_.finish();
+    const auto path = folder_ / "report.json";
+    disk_.attempt(path, [&] { write_file(path, to_json(report) + "\n"); });
+  }
   return report;
 }
 

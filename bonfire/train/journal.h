@@ -8,6 +8,7 @@
 #include "bonfire/train/loop.h"
 #include "bonfire/train/metrics.h"
 #include "bonfire/train/progress.h"
+#include "bonfire/train/run_file.h"
 #include "bonfire/train/tensorboard.h"
 
 namespace bonfire {
@@ -38,6 +39,9 @@ class Journal {
   double waited_seconds_ = 0;
 
   // Rank 0 only.
+  void write_metrics();
+  void write_events();
+  DiskPolicy disk_;
   std::unique_ptr<MetricsFile> file_;
   std::unique_ptr<EventWriter> events_;
   std::unique_ptr<ProgressLine> progress_;

@@ -1,11 +1,8 @@
 #include "bonfire/train/metrics.h"
 
-#include <cerrno>
-#include <cstring>
+#include <fstream>
 
 #include <nlohmann/json.hpp>
-
-#include "bonfire/base/error.h"
 
 namespace bonfire {
 namespace {
@@ -17,14 +14,18 @@ std::optional<std::int64_t> step_of(const std::string& line) {
   return object["step"].get<std::int64_t>();
 }
 
-std::string kept_lines(const std::filesystem::path& path, std::int64_t first_step) {
+// Leaves those lines of the file that are before `first_step`. False where there are none.
+bool keep_lines(const std::filesystem::path& path, std::int64_t first_step) {
+  if (first_step <= 0 || !std::filesystem::is_regular_file(path)) return false;
   std::string kept;
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
     const auto step = step_of(line);
     if (step && *step < first_step) kept += line + '\n';
   }
-  return kept;
+  file.close();
+  write_file(path, kept);
+  return !kept.empty();
 }
 
 }  // namespace
@@ -42,16 +43,9 @@ std::string to_json(const StepMetrics& metrics) {
   return line.dump();
 }
 
-MetricsFile::MetricsFile(const std::filesystem::path& path, std::int64_t first_step) : path_(path) {
-  const auto kept = kept_lines(path, first_step);
-  file_.open(path, std::ios::binary | std::ios::trunc);
-  file_ << kept << std::flush;
-  require(file_.good(), "'{}': cannot be written: {}", path.string(), std::strerror(errno));
-}
+MetricsFile::MetricsFile(const std::filesystem::path& path, std::int64_t first_step)
+    : file_(path, keep_lines(path, first_step) ? RunFile::Start::at_end : RunFile::Start::empty) {}
 
-void MetricsFile::write(const StepMetrics& metrics) {
-  file_ << to_json(metrics) + '\n' << std::flush;
-  require(file_.good(), "'{}': cannot be written: {}", path_.string(), std::strerror(errno));
-}
+void MetricsFile::write(const StepMetrics& metrics) { file_.append(to_json(metrics) + '\n'); }
 
 }  // namespace bonfire

@@ -2,11 +2,11 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
 #include <optional>
 #include <string>
 
 #include "bonfire/base/api.h"
+#include "bonfire/train/run_file.h"
 
 namespace bonfire {
 
@@ -30,13 +30,12 @@ BONFIRE_API std::string to_json(const StepMetrics& metrics);
 class BONFIRE_API MetricsFile {
  public:
   // Goes on behind the steps before `first_step`: a run that was resumed writes the later ones again. A line that was cut
-  // short when the run died is dropped.
+  // short when the run died is dropped. Throws WriteError, as write() does.
   explicit MetricsFile(const std::filesystem::path& path, std::int64_t first_step = 0);
   void write(const StepMetrics& metrics);
 
  private:
-  std::filesystem::path path_;
-  std::ofstream file_;
+  RunFile file_;
 };
 
 }  // namespace bonfire

@@ -37,11 +37,15 @@ std::string step_line(const StepMetrics& metrics) {
   return line;
 }
 
+int ProgressLine::columns_of(int file) {
+  winsize size{};
+  return ::ioctl(file, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
 ProgressLine::Options ProgressLine::to_stderr() {
   Options options;
   options.terminal = ::isatty(STDERR_FILENO) != 0;
-  winsize size{};
-  if (options.terminal && ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) options.columns = size.ws_col;
+  options.columns = [] { return columns_of(STDERR_FILENO); };
   options.write = [](std::string_view text) {
     std::fwrite(text.data(), 1, text.size(), stderr);
     std::fflush(stderr);
@@ -55,7 +59,7 @@ ProgressLine::~ProgressLine() {
   if (drawn_) options_.write("\n");
 }
 
-std::string ProgressLine::bar(const StepMetrics& metrics) const {
+std::string ProgressLine::bar(const StepMetrics& metrics, int columns) const {
   const double share = std::clamp(
       static_cast<double>(metrics.step) / static_cast<double>(std::max<std::int64_t>(options_.steps, 1)), 0.0, 1.0);
   const auto filled = static_cast<std::size_t>(share * bar_width);
@@ -69,7 +73,7 @@ std::string ProgressLine::bar(const StepMetrics& metrics) const {
                   format_count(rounded(metrics.tokens_per_second)), left == 0 ? "took" : "left", format_seconds(seconds));
   if (metrics.skipped) line += fmt::format("  {} skipped", metrics.skipped);
   // A line that wraps cannot be drawn again in place.
-  line.resize(std::min(line.size(), static_cast<std::size_t>(std::max(options_.columns - 1, 0))));
+  line.resize(std::min(line.size(), static_cast<std::size_t>(std::max(columns - 1, 0))));
   return line;
 }
 
@@ -82,7 +86,12 @@ void ProgressLine::step_done(const StepMetrics& metrics) {
   }
   const auto now = options_.now();
   if (!edge && now - drawn_at_ < between_drawings) return;
-  options_.write("\r" + bar(metrics) + "\033[K");
+  const int columns = options_.columns();
+  // A window that has become narrower has wrapped what was drawn, which cannot be drawn over then: it is left behind.
+  const bool wrapped = drawn_ && width_ >= static_cast<std::size_t>(std::max(columns, 1));
+  const auto line = bar(metrics, columns);
+  options_.write((wrapped ? "\n" : "\r") + line + "\033[K");
+  width_ = line.size();
   drawn_at_ = now;
   drawn_ = true;
 }

@@ -23,11 +23,13 @@ class BONFIRE_API ProgressLine {
     std::int64_t first_step = 0;  // steps that an earlier run has done
     std::int64_t every = 1;
     bool terminal = false;
-    int columns = 80;  // of the terminal
+    std::function<int()> columns = [] { return 80; };  // of the terminal, now
     std::function<void(std::string_view)> write;
     std::function<Nanoseconds()> now = now_ns;
   };
 
+  // The columns of the terminal that is open as `file`; 80 where it does not say.
+  static int columns_of(int file);
   // Writes to stderr, as a bar where that is a terminal.
   static Options to_stderr();
 
@@ -42,12 +44,13 @@ class BONFIRE_API ProgressLine {
   void clear();
 
  private:
-  std::string bar(const StepMetrics& metrics) const;
+  std::string bar(const StepMetrics& metrics, int columns) const;
 
   Options options_;
   Nanoseconds start_;
   Nanoseconds drawn_at_ = 0;
   bool drawn_ = false;
+  std::size_t width_ = 0;  // of what is drawn
   bool began_ = false;
 };
 

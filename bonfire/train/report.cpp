@@ -64,7 +64,10 @@ std::string summary(const TrainReport& report) {
   line("memory", fmt::format("{} predicted, {} measured at the peak of the largest rank ({}{})",
                              format_bytes(report.predicted_memory_bytes), format_bytes(report.peak_memory_bytes),
                              off < 0 ? "" : "+", per_cent(off)));
-  if (!report.run_folder.empty()) line("folder", report.run_folder);
+  if (!report.run_folder.empty()) {
+    line("folder", report.run_folder);
+    line("weights", weights_kept);
+  }
   return out;
 }
 

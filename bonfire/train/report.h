@@ -29,6 +29,9 @@ struct TrainReport {
   std::optional<double> mfu{};  // share of the GPU's peak that the model's own work is
 };
 
+// Whether and where a run keeps the weights that it trains.
+inline constexpr const char* weights_kept = "not kept: this version writes no checkpoints";
+
 BONFIRE_API std::string to_json(const TrainReport& report);
 // A few lines for people.
 BONFIRE_API std::string summary(const TrainReport& report);

@@ -13,9 +13,11 @@ std::vector<std::int64_t> input_sizes(const plan::ModelSpec& spec) {
   return {spec.inputs};
 }
 
-}  // namespace
+TokenCheck check_named(const std::string& word) {
+  return word == "full" ? TokenCheck::full : word == "sample" ? TokenCheck::sample : TokenCheck::off;
+}
 
-RunData open_data(const Config& config, TokenCheck check) {
+RunData open_checked(const Config& config, TokenCheck check, const Log& log) {
   const auto& data = config.data;
   const auto& spec = config.model.spec;
   RunData opened;
@@ -24,7 +26,7 @@ RunData open_data(const Config& config, TokenCheck check) {
   try {
     if (tokens) {
       source = std::make_shared<TokenFiles>(TokenFilesOptions{
-          .paths = data.paths, .vocab = spec.vocab, .sequence = data.sequence, .check_tokens = check == TokenCheck::all});
+          .paths = data.paths, .vocab = spec.vocab, .sequence = data.sequence, .check = check, .log = log});
     } else if (config.reads_tokens()) {
       const auto chain = std::make_shared<MarkovSource>(MarkovOptions{.seed = static_cast<std::uint64_t>(data.seed),
                                                                       .vocab = spec.vocab,
@@ -52,6 +54,14 @@ RunData open_data(const Config& config, TokenCheck check) {
              fmt::format("the data has {} samples to train on; allowed: at most that", opened.train->size()));
   }
   return opened;
+}
+
+}  // namespace
+
+RunData open_data(const Config& config) { return open_checked(config, TokenCheck::off, Log::silent()); }
+
+RunData check_data(const Config& config, const Log& log) {
+  return open_checked(config, check_named(config.data.check), log);
 }
 
 }  // namespace bonfire

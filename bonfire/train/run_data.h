@@ -4,7 +4,9 @@
 #include <optional>
 
 #include "bonfire/base/api.h"
+#include "bonfire/base/log.h"
 #include "bonfire/data/source.h"
+#include "bonfire/data/token_check.h"
 #include "bonfire/train/config.h"
 
 namespace bonfire {
@@ -17,10 +19,9 @@ struct RunData {
   std::int64_t tokens_per_sample = 1;  // an image or a vector counts as one
 };
 
-enum class TokenCheck { none, all };
-
-// Opens what [data] names. `check`: whether every token is compared with the vocabulary, which reads all files once; one
-// rank of a machine is enough. Throws ConfigError that names the place in the configuration. REQUIRES: config is resolved.
-BONFIRE_API RunData open_data(const Config& config, TokenCheck check);
+// Opens what [data] names. Throws ConfigError that names the place in the configuration. REQUIRES: config is resolved.
+BONFIRE_API RunData open_data(const Config& config);
+// The same for one rank of a machine, which checks token files as [data] check says before the others read them.
+BONFIRE_API RunData check_data(const Config& config, const Log& log);
 
 }  // namespace bonfire

@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <fstream>
 #include <system_error>
 
 #include "bonfire/base/error.h"
@@ -33,20 +32,6 @@ fs::path make_run_folder(const Config& config) {
     if (!error) fs::rename(fresh, latest, error);
   }
   return folder;
-}
-
-void write_file(const fs::path& file, const std::string& content) {
-  fs::path fresh = file;
-  fresh += ".part";
-  std::ofstream out(fresh, std::ios::binary | std::ios::trunc);
-  out.write(content.data(), static_cast<std::streamsize>(content.size()));
-  out.close();
-  if (!out) {
-    std::error_code ignored;
-    fs::remove(fresh, ignored);
-    fail("{} cannot be written ({} bytes)", file.string(), content.size());
-  }
-  fs::rename(fresh, file);
 }
 
 }  // namespace bonfire

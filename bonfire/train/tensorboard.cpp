@@ -11,8 +11,6 @@
 
 #include <fmt/format.h>
 
-#include "bonfire/base/error.h"
-
 namespace bonfire {
 namespace {
 
@@ -75,7 +73,7 @@ std::filesystem::path create_file(const std::filesystem::path& folder) {
     auto path = folder / fmt::format("events.out.tfevents.{:010}.{}.{}.{}", seconds, host, ::getpid(), number);
     const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
     if (file < 0 && errno == EEXIST) continue;
-    require(file >= 0, "'{}': {}", path.string(), std::strerror(errno));
+    if (file < 0) throw WriteError(path, errno);
     ::close(file);
     return path;
   }
@@ -90,7 +88,7 @@ std::uint32_t crc32c(std::string_view data) {
 }
 
 EventWriter::EventWriter(const std::filesystem::path& folder)
-    : path_(create_file(folder)), file_(path_, std::ios::binary | std::ios::app) {
+    : path_(create_file(folder)), file_(path_, RunFile::Start::at_end) {
   auto event = event_of(0);
   put_bytes(event, 3, "brain.Event:2");
   write_record(event);
@@ -117,9 +115,7 @@ void EventWriter::write_record(std::string_view event) {
   put_fixed(record, masked_crc(length));
   record += event;
   put_fixed(record, masked_crc(event));
-  file_.write(record.data(), static_cast<std::streamsize>(record.size()));
-  file_.flush();
-  require(file_.good(), "'{}': cannot be written: {}", path_.string(), std::strerror(errno));
+  file_.append(record);
 }
 
 }  // namespace bonfire

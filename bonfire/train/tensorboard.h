@@ -2,12 +2,12 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
 #include <initializer_list>
 #include <string>
 #include <string_view>
 
 #include "bonfire/base/api.h"
+#include "bonfire/train/run_file.h"
 
 namespace bonfire {
 
@@ -22,7 +22,7 @@ class BONFIRE_API EventWriter {
     double value;  // stored as fp32, which is what the format has
   };
 
-  // A new file in the folder, which is made where it is missing.
+  // A new file in the folder, which is made where it is missing. Throws WriteError, as scalars() does.
   explicit EventWriter(const std::filesystem::path& folder);
 
   void scalars(std::int64_t step, std::initializer_list<Scalar> values);
@@ -33,7 +33,7 @@ class BONFIRE_API EventWriter {
   void write_record(std::string_view event);
 
   std::filesystem::path path_;
-  std::ofstream file_;
+  RunFile file_;
 };
 
 }  // namespace bonfire

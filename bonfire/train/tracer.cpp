@@ -10,7 +10,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "bonfire/comm/recorder.h"
-#include "bonfire/train/run_folder.h"
 
 namespace bonfire {
 
@@ -47,6 +46,8 @@ Tracer::Tracer(const World& world, const Config& config, std::filesystem::path f
     : world_(world),
       first_(config.train.trace_from),
       last_(config.train.trace_from + config.train.trace_steps - 1),
+      steps_(config.train.steps),
+      disk_(config, world.log()),
       file_(std::move(file)),
       trace_(world.rank()) {}
 
@@ -87,7 +88,9 @@ void Tracer::end_step(std::int64_t step) {
                 .bytes = record.what.bytes});
   }
   const auto events = gather_text(world_.group(), trace_.events(), world_.device());
-  if (world_.rank() == 0) write_file(file_, Trace::file(events));
+  if (world_.rank() != 0) return;
+  if (step >= steps_) disk_.finish();
+  disk_.attempt(file_, [&] { write_file(file_, Trace::file(events)); });
 }
 
 void Tracer::add(const std::string& name, Nanoseconds start, Nanoseconds end) {

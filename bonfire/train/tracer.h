@@ -10,6 +10,7 @@
 #include "bonfire/base/trace.h"
 #include "bonfire/comm/world.h"
 #include "bonfire/train/config.h"
+#include "bonfire/train/run_file.h"
 
 namespace bonfire {
 
@@ -40,6 +41,8 @@ class BONFIRE_API Tracer {
   World world_;
   std::int64_t first_;
   std::int64_t last_;
+  std::int64_t steps_;  // of the run
+  DiskPolicy disk_;
   std::filesystem::path file_;
   bool tracing_ = false;
   Trace trace_;

@@ -1,9 +1,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <regex>
 
 #include "bonfire/base/collective.h"
 #include "bonfire/base/error.h"
+#include "bonfire/base/log.h"
 #include "bonfire/base/random.h"
 #include "bonfire/base/size.h"
 #include "bonfire/base/trace.h"
@@ -77,6 +79,15 @@ TEST(Error, NamesTheThing) {
     EXPECT_STREQ(error.what(), "layout.shard is 3, must divide 4");
   }
   EXPECT_THROW(fail_config("x"), ConfigError);
+}
+
+TEST(Log, ALineCarriesDateAndTime) {
+  ::testing::internal::CaptureStderr();
+  Log().info("{} words", 2);
+  const std::string line = ::testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(
+      std::regex_match(line, std::regex("20[0-9]{2}-[01][0-9]-[0-3][0-9] [0-2][0-9]:[0-5][0-9]:[0-6][0-9] info 2 words\n")))
+      << line;
 }
 
 TEST(Trace, WritesEventsPerTrack) {

@@ -198,8 +198,8 @@ TEST(Train, TheStackOfLibTorchGoesToTheLogAlone) {
   EXPECT_NE(ended.err.find("allocate"), std::string::npos) << ended.err;
   EXPECT_NE(ended.err.find("runs/big/logs/rank-0.log"), std::string::npos) << ended.err;
   EXPECT_EQ(ended.err.find("frame #"), std::string::npos) << ended.err;
-  // The layout, the rank's own words, and two lines of the launcher's.
-  EXPECT_LE(times_in(ended.err, "\n"), 4) << ended.err;
+  // Weights, the layout, the rank's own words, and two lines of the launcher's.
+  EXPECT_LE(times_in(ended.err, "\n"), 5) << ended.err;
   EXPECT_NE(scratch.read("runs/big/logs/rank-0.log").find("frame #"), std::string::npos);
 }
 

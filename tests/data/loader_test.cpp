@@ -177,27 +177,45 @@ TEST(Loader, ThrowsTheSourcesErrorWhereItHappened) {
   }
 }
 
-TEST(Loader, ReadsNoFurtherAheadThanAsked) {
-  const auto source = std::make_shared<Counting>(unbounded);
-  {
-    Loader loader(source, {.batch = 4, .prefetch = 3});
-    loader.next();
-    while (source->reads < 4 * 4) std::this_thread::yield();  // the step taken and three ahead
-    loader.next();
-    while (source->reads < 4 * 5) std::this_thread::yield();
+// Notes every read that comes too early.
+class Patient : public Counting {
+ public:
+  Patient() : Counting(unbounded) {}
+  void window(std::uint64_t index, std::span<std::int64_t> tokens) const override {
+    if (reads >= allowed) ++too_early;
+    Counting::window(index, tokens);
   }
-  // The loader went while its reader waited for room.
-  const int reads = source->reads;
-  EXPECT_EQ(reads, 4 * 5);
+  mutable std::atomic<int> allowed = 0, too_early = 0;
+};
+
+TEST(Loader, ReadsAsFarAheadAsAskedAndNoFurther) {
+  const auto source = std::make_shared<Patient>();
+  constexpr int batch = 4, prefetch = 3, steps = 200;
+  {
+    Loader loader(source, {.batch = batch, .prefetch = prefetch});
+    for (int step = 1; step <= steps; ++step) {
+      source->allowed = batch * (step + prefetch);  // the steps taken, and those ahead
+      loader.next();
+      while (source->reads < source->allowed) std::this_thread::yield();
+    }
+  }
+  EXPECT_EQ(source->reads, batch * (steps + prefetch));
+  EXPECT_EQ(source->too_early, 0);
 }
 
-TEST(Loader, ManyCanBeStoppedAtAnyMoment) {
+TEST(Loader, ManyCanBeStoppedAtAnyMomentAndGoOnAnywhere) {
   const auto source = std::make_shared<Counting>(1000);
   for (int round = 0; round < 200; ++round) {
     Loader loader(source, {.batch = 2, .prefetch = 1 + round % 3});
     for (int step = 0; step < round % 5; ++step) loader.next();
-    if (round % 2) loader.seek(static_cast<std::uint64_t>(round));
-    if (round % 4 == 1) loader.next();
+    EXPECT_EQ(loader.samples_taken(), 2 * (round % 5));
+    if (round % 2 == 0) continue;  // it goes while its reader is at work
+    loader.seek(static_cast<std::uint64_t>(round));
+    Loader plain(source, {.batch = 2, .prefetch = 0});
+    plain.seek(static_cast<std::uint64_t>(round));
+    for (int step = 0; step < 3; ++step)
+      EXPECT_EQ(loader.next()->microbatches.at(0).samples, plain.next()->microbatches.at(0).samples) << "round " << round;
+    EXPECT_EQ(loader.samples_taken(), round + 6);
   }
 }
 

@@ -226,7 +226,8 @@ TEST_F(TokenFileTest, NamesTheFirstTokenBeyondTheVocabulary) {
                 std::string::npos)
           << message;
     };
-    EXPECT_NO_THROW(TokenFile(write("good.bin", llmc_bytes<std::uint16_t>(20240520, 1, tokens))).check_tokens(1000));
+    const TokenFile good(write("good.bin", llmc_bytes<std::uint16_t>(20240520, 1, tokens)));
+    EXPECT_NO_THROW(check_tokens(good, {.how = TokenCheck::sample, .vocab = 1000}));
     tokens[bad] = 1000;
     tokens[9999] = 1000;
     check(write("a.bin", llmc_bytes<std::uint16_t>(20240520, 1, tokens)), 1024 + 2 * bad, 1000);
@@ -247,7 +248,8 @@ TEST_F(TokenFileTest, NamesTheFirstTokenBeyondTheVocabulary) {
   // A negative byte is below a large vocabulary when its sign is forgotten.
   write("s.bin", std::string(4, '\xfe'));
   const TokenFile file(write("s.idx", Index{.code = 2, .lengths = {4}, .pointers = {0}, .documents = {0, 1}}.bytes()));
-  EXPECT_NE(refusal([&] { file.check_tokens(50000); }).find("token 0 at byte 0 is -2"), std::string::npos);
+  const TokenCheckOptions large{.how = TokenCheck::sample, .vocab = 50000};
+  EXPECT_NE(refusal([&] { check_tokens(file, large); }).find("token 0 at byte 0 is -2"), std::string::npos);
 }
 
 TEST_F(TokenFileTest, WindowsCoverTheFilesInOrder) {

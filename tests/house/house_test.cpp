@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tests/house/house_rules.h"
+#include "tests/support/shell.h"
 
 namespace bonfire::house {
 namespace {
@@ -126,6 +127,29 @@ TEST(HouseRules, UnfinishedLongAndLocalTextIsSeen) {
   EXPECT_EQ(faults("bonfire/nn/a.cpp", "int x;"), 1u);
   EXPECT_EQ(faults("bonfire/nn/a.h", "int x;\n"), 1u);
   EXPECT_EQ(faults("bonfire/nn/a.h", "#pragma once\nusing namespace std;\n"), 1u);
+}
+
+// What `make test` ends with.
+TEST(Skipped, TestsAreListedWithTheirReasons) {
+  const bonfire::testing::Folder folder;
+  folder.write(
+      "log",
+      "[ RUN      ] Gpu/Kernels.Add/0\n/a/b_test.cpp:33: Skipped\nno GPU: no driver\n\n"
+      "[  SKIPPED ] Gpu/Kernels.Add/0 (0 ms)\n"
+      "[ RUN      ] Gpu/Kernels.Multiply/0\n/a/b_test.cpp:33: Skipped\nno GPU: no driver\n\n"
+      "[  SKIPPED ] Gpu/Kernels.Multiply/0 (0 ms)\n"
+      "[ RUN      ] Text.Splits\n[       OK ] Text.Splits (0 ms)\n"
+      "[ RUN      ] Mpi.Starts\n/a/c_test.cpp:3: Skipped\nmpirun is not installed\n\n[  SKIPPED ] Mpi.Starts (0 ms)\n"
+      "[ RUN      ] Mpi.Ends\n/a/c_test.cpp:3: Skipped\n\n\n[  SKIPPED ] Mpi.Ends (0 ms)\n"
+      "[  SKIPPED ] 4 tests, listed below:\n[  SKIPPED ] Gpu/Kernels.Add/0\n[  SKIPPED ] Mpi.Starts\n");
+  const auto list = [&](const std::string& log) {
+    return bonfire::testing::run_shell("awk -f " BONFIRE_SOURCE_DIR "/tests/skipped.awk '" + folder / log + "'").output;
+  };
+  EXPECT_EQ(list("log"),
+            "\n4 tests were skipped:\n  2: no GPU: no driver: Gpu/Kernels (2)\n  1: mpirun is not installed: Mpi.Starts\n"
+            "  1: no reason given: Mpi.Ends\n");
+  folder.write("none", "[ RUN      ] Text.Splits\n[       OK ] Text.Splits (0 ms)\n");
+  EXPECT_EQ(list("none"), "");
 }
 
 }  // namespace

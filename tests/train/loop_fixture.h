@@ -1,7 +1,6 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -16,6 +15,7 @@
 #include "bonfire/train/loop.h"
 #include "bonfire/train/run_folder.h"
 #include "tests/support/ranks.h"
+#include "tests/support/shell.h"
 
 namespace bonfire::testing {
 
@@ -49,12 +49,6 @@ struct Outcome {
 // A run of the real loop, every rank a thread of this process.
 class Loop : public ::testing::Test {
  protected:
-  // Of this process alone: others may run the same tests at the same time.
-  Loop() : parent_(std::filesystem::path(::testing::TempDir()) / fmt::format("bonfire_loop_test_{}", getpid())) {
-    std::filesystem::remove_all(parent_);
-  }
-  ~Loop() override { std::filesystem::remove_all(parent_); }
-
   Outcome run(const std::string& model, int ranks, const std::vector<std::string>& overrides = {}) {
     return run_text(models.at(model), ranks, overrides);
   }
@@ -80,7 +74,8 @@ class Loop : public ::testing::Test {
     return outcome;
   }
 
-  std::filesystem::path parent_;
+  const Folder scratch_;
+  const std::filesystem::path parent_ = scratch_.path() / "runs";
 };
 
 }  // namespace bonfire::testing

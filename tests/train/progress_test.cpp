@@ -80,7 +80,7 @@ TEST(Progress, ATerminalIsDrawnInPlaceAtMostTenTimesASecond) {
 TEST(Progress, NeverWiderThanTheTerminalAndOutOfTheWayWhenAsked) {
   Screen screen;
   auto options = screen.options(true);
-  options.columns = 20;
+  options.columns = [] { return 20; };
   options.first_step = 50;
   ProgressLine progress(options);
   progress.clear();
@@ -93,6 +93,28 @@ TEST(Progress, NeverWiderThanTheTerminalAndOutOfTheWayWhenAsked) {
   EXPECT_EQ(screen.written.at(1), "\r\033[K");
   progress.step_done(at(52));  // drawn at once, whatever the time
   EXPECT_EQ(screen.written.size(), 3);
+}
+
+TEST(Progress, AWindowThatIsMadeNarrowerKeepsOneBar) {
+  Screen screen;
+  auto options = screen.options(true);
+  int columns = 80;
+  options.columns = [&] { return columns; };
+  ProgressLine progress(options);
+  const auto draw = [&](std::int64_t step, int width) {
+    columns = width;
+    screen.time += 1'000'000'000;
+    progress.step_done(at(step));
+    return screen.written.back();
+  };
+  draw(1, 80);
+  const auto narrowed = draw(2, 30);
+  EXPECT_TRUE(narrowed.starts_with("\n[")) << "drawn over a line that has wrapped: " << narrowed;
+  EXPECT_EQ(narrowed.size(), 1 + 29 + 3);
+  EXPECT_TRUE(draw(3, 30).starts_with("\r["));
+  const auto widened = draw(4, 100);
+  EXPECT_TRUE(widened.starts_with("\r[")) << widened;
+  EXPECT_GT(widened.size(), 40);
 }
 
 }  // namespace

@@ -5,6 +5,8 @@
 #include <fstream>
 
 #include "bonfire/base/error.h"
+#include "bonfire/train/run_file.h"
+#include "tests/support/shell.h"
 
 namespace bonfire {
 namespace {
@@ -12,13 +14,10 @@ namespace fs = std::filesystem;
 
 class RunFolder : public testing::Test {
  protected:
-  RunFolder() : parent_(fs::path(testing::TempDir()) / testing::UnitTest::GetInstance()->current_test_info()->name()) {
-    fs::remove_all(parent_);
-    config_ = parse_config("[run]\nname = \"demo\"\n", "a.toml", {"run.folder=" + parent_.string()});
-  }
-  ~RunFolder() override { fs::remove_all(parent_); }
+  RunFolder() { config_ = parse_config("[run]\nname = \"demo\"\n", "a.toml", {"run.folder=" + parent_.string()}); }
 
-  fs::path parent_;
+  const bonfire::testing::Folder folder_;
+  const fs::path parent_ = folder_.path() / "runs";
   Config config_;
 };
 

@@ -232,7 +232,7 @@ TEST_F(Loop, ShardedRanksSkipTogether) {
 TEST_F(Loop, EvaluationUnderShardingIsThatOfOneRank) {
   // 47 windows of 6 tokens; the held-out part is 23 of them, in batches of 12: the last one is uneven, and with 4 ranks in
   // microbatches of 1 some run out before the others.
-  const auto path = (std::filesystem::path(::testing::TempDir()) / "bonfire_sharding_test.bin").string();
+  const auto path = scratch_ / "tokens.bin";
   {
     TokenWriter writer({.path = path, .vocab = 40});
     std::vector<std::int64_t> tokens(47 * 6 + 1);

@@ -11,13 +11,15 @@
 #include "bonfire/train/report.h"
 #include "bonfire/train/run_data.h"
 #include "tests/support/ranks.h"
+#include "tests/support/shell.h"
 
 namespace bonfire {
 namespace {
 namespace fs = std::filesystem;
 
 TEST(Tracer, JoinsComputeAndCommunicationOfAllRanksWithRealTimes) {
-  const fs::path file = fs::path(::testing::TempDir()) / "tracer_test.json";
+  const bonfire::testing::Folder folder;
+  const fs::path file = folder.path() / "trace.json";
   const Config config = parse_config("[train]\nsteps = 9\ntrace_from = 2\ntrace_steps = 2\n", "a.toml");
   const auto before = now_ns();
   bonfire::testing::run_ranks(2, [&](World& world) {
@@ -46,7 +48,6 @@ TEST(Tracer, JoinsComputeAndCommunicationOfAllRanksWithRealTimes) {
   }
   EXPECT_EQ(phases, (std::map<int, int>{{0, 2}, {1, 2}}));
   EXPECT_EQ(reductions, (std::map<int, int>{{0, 2}, {1, 2}}));
-  fs::remove(file);
 }
 
 TEST(GatherText, KeepsEveryRanksTextWhateverItsLength) {
@@ -68,7 +69,7 @@ TEST(RunData, EachModelGetsWhatItReads) {
   const auto open = [](const std::string& text) {
     Config config = parse_config(text, "a.toml");
     resolve(config, 1);
-    return open_data(config, TokenCheck::all);
+    return open_data(config);
   };
   const auto tokens = open("[model]\nvocab = 64\n[data]\nsequence = 16\nbranching = 4\n");
   EXPECT_EQ(tokens.train->input().sizes, (std::vector<std::int64_t>{16}));
