@@ -325,11 +325,12 @@ std::string config_reference() {
   const Config defaults;
   std::string out =
       "# The configuration file\n\n"
-      "`bonfire train FILE.toml` reads one TOML file. Every key has a default, so a file holds only what differs from it;\n"
-      "`--set section.key=value` overrides the file. An unknown key, a wrong type, a value out of its range and a key that "
-      "has\n"
-      "no meaning beside the others are errors before anything starts. The run folder gets the file as it was resolved.\n\n"
-      "This page is made from the parser's own table: `bonfire doctor --config-reference` prints it.\n";
+      "`bonfire train FILE.toml` reads one TOML file. Every key has a default, so a file contains only the keys that differ "
+      "from it;\n"
+      "`--set section.key=value` overrides the file. Unknown keys, wrong types, values out of range, and keys that do not "
+      "apply to the\n"
+      "chosen settings are errors before training starts. The run folder contains the resolved configuration.\n\n"
+      "This page is generated from the parser's own table: `bonfire doctor --config-reference` prints it.\n";
   for (const auto& section : config_sections()) {
     out += fmt::format("\n## [{}]\n\n{}\n\n| key | default | allowed | what it does |\n|---|---|---|---|\n", section,
                        help_of_section(section));
@@ -348,8 +349,8 @@ std::string config_reference() {
     }
   }
   out +=
-      "\n## Not in this version\n\nThese keys are refused, with the reason, until what they need is there.\n\n| key | needs "
-      "|\n|---|---|\n";
+      "\n## Not in this version\n\nThese keys are planned. Using one is an error that names the missing feature.\n\n"
+      "| key | needs |\n|---|---|\n";
   for (const auto& key : later_keys()) out += fmt::format("| `{}` | {} |\n", key.name, key.waits_for);
   return out;
 }

@@ -135,15 +135,15 @@ const std::vector<LaterKey>& later_keys() {
 
 const std::string& help_of_section(const std::string& section) {
   static const std::map<std::string, std::string> help = {
-      {"run", "The run itself: its folder, its device, its patience."},
-      {"model", "What is trained."},
-      {"data", "What it is trained on."},
-      {"train", "How long, in what portions and in what precision."},
-      {"optimizer", "The update and the learning rate."},
+      {"run", "The run folder, the device, and time and memory limits."},
+      {"model", "The model."},
+      {"data", "The training data."},
+      {"train", "Number of steps, batch size, precision, initialisation, clipping, evaluation and logging."},
+      {"optimizer", "The optimizer and the learning rate."},
       {"layout",
-       "How the ranks are laid out; the product of the five axes is the number of ranks. Where no axis is given, "
-       "`replicate` is the number of ranks."},
-      {"fault", "Faults to inject, for tests of what a run does about them. Not for real runs."},
+       "How the model is distributed over ranks. The product of the five axes (pipeline, replicate, shard, context, "
+       "tensor) is the number of ranks. If no axis is given, `replicate` is the number of ranks."},
+      {"fault", "Injected faults, for tests only."},
   };
   return help.at(section);
 }
