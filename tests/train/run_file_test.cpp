@@ -100,18 +100,16 @@ TEST_F(Loop, ADiskThatIsFullIsAWarningAndTheRunGoesOn) {
   ::testing::internal::CaptureStderr();
   const auto outcome = [&] {
     const FileLimit limit(4096);
-    return run("llama", 2, {"train.steps=40", "train.trace_steps=2"});
+    return run("llama", 2, {"train.steps=40", "train.trace_steps=20"});
   }();
   const auto said = ::testing::internal::GetCapturedStderr();
   EXPECT_EQ(outcome.error, "");
   EXPECT_EQ(outcome.report.steps, 40);
   EXPECT_GT(outcome.metrics.size(), 10u);
   EXPECT_LT(outcome.metrics.size(), 40u);  // and each of them is whole: the fixture has read them as JSON
-  for (const char* file : {"metrics.jsonl", "trace.json", "events.out.tfevents"}) {
-    EXPECT_EQ(times_in(said, std::string(file) + "': cannot be written: File too large; training goes on"),
-              std::string(file).starts_with("events") ? 0 : 1)
-        << said;
-  }
+  for (const char* file : {"metrics.jsonl", "trace.json"})
+    EXPECT_EQ(times_in(said, std::string(file) + "': cannot be written: File too large; training goes on"), 1) << said;
+  EXPECT_EQ(times_in(said, "events.out.tfevents"), 1) << said;
   EXPECT_EQ(times_in(said, "training goes on without it"), 3) << said;
 }
 
@@ -125,7 +123,8 @@ TEST_F(Loop, ADiskThatIsFullEndsTheRunWhereThatIsAskedFor) {
 
 TEST_F(Loop, ARunThatHasDoneAllItsStepsDoesNotFailForAFile) {
   const FileLimit limit(4096);
-  const auto outcome = run("llama", 2, {"run.disk_full=stop", "train.trace_from=3", "train.trace_steps=2"});
+  const auto outcome =
+      run("llama", 2, {"run.disk_full=stop", "train.microbatch=4", "train.trace_from=1", "train.trace_steps=4"});
   EXPECT_EQ(outcome.error, "");
   EXPECT_EQ(outcome.report.steps, 4);
   EXPECT_FALSE(std::filesystem::exists(outcome.folder / "trace.json")) << "the trace was too small for this test";

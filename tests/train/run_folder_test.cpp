@@ -12,7 +12,7 @@ namespace bonfire {
 namespace {
 namespace fs = std::filesystem;
 
-class RunFolder : public testing::Test {
+class RunFolder : public ::testing::Test {
  protected:
   RunFolder() { config_ = parse_config("[run]\nname = \"demo\"\n", "a.toml", {"run.folder=" + parent_.string()}); }
 
