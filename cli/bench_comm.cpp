@@ -1,3 +1,4 @@
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -118,7 +119,10 @@ int start(const Arguments& arguments, const std::vector<std::string>& words) {
     launcher.program.insert(launcher.program.end(), words.begin(), words.end());
     launcher.ranks = *arguments.ranks;
     launcher.echo = Echo::first;
-    return launch_ranks(std::move(launcher)).exit_code;
+    const LaunchOutcome outcome = launch_ranks(std::move(launcher));
+    if (outcome.exit_code == kDone && outcome.stdout_error != 0)
+      fail("stdout cannot be written: {}", std::strerror(outcome.stdout_error));
+    return outcome.exit_code;
   }
   JoinOptions join;
   join.device = [&](const Environment& where) { return choose_device(arguments.device, where); };

@@ -91,8 +91,11 @@ int launch_here(const Config& config, const StartOptions& options, const Environ
   const LaunchOutcome outcome = launch_ranks(std::move(launcher));
   // Where something went wrong, the launcher has named the logs in it.
   if (!options.keep_folder && outcome.exit_code == kDone) fs::remove_all(folder);
-  if (outcome.exit_code == kDone && outcome.stdout_error != 0)
-    fail("stdout cannot be written: {}", std::strerror(outcome.stdout_error));
+  if (outcome.exit_code == kDone && outcome.stdout_error != 0) {
+    const bool kept = options.keep_folder && place.nodes == 1;
+    fail("stdout cannot be written: {}{}", std::strerror(outcome.stdout_error),
+         kept ? fmt::format("; what was to go there is in {}", (folder / "report.json").string()) : "");
+  }
   return outcome.exit_code;
 }
 
