@@ -17,6 +17,8 @@ constexpr const char* kNone = "none";
 StopVote::StopVote(c10d::Store& store, Options options)
     : votes_(store.clone()), decisions_(store.clone()), options_(std::move(options)), current_(options_.first_step) {}
 
+StopVote::~StopVote() = default;
+
 std::string StopVote::key(const std::string& what) const { return fmt::format("stop/{}/{}", round_, what); }
 
 void StopVote::ask() {

@@ -30,6 +30,9 @@ class BONFIRE_API StopVote {
     Log log{};
   };
   StopVote(c10d::Store& store, Options options);
+  ~StopVote();
+  StopVote(const StopVote&) = delete;
+  StopVote& operator=(const StopVote&) = delete;
 
   // This rank was asked. From any thread, so that it is heard while the rank waits for another one inside of a step.
   void ask();

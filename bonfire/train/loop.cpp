@@ -5,6 +5,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "bonfire/comm/stop_vote.h"
 #include "bonfire/train/build.h"
 #include "bonfire/train/evaluate.h"
 #include "bonfire/train/journal.h"

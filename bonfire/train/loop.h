@@ -5,13 +5,14 @@
 #include <optional>
 
 #include "bonfire/base/api.h"
-#include "bonfire/comm/stop_vote.h"
 #include "bonfire/comm/world.h"
 #include "bonfire/train/config.h"
 #include "bonfire/train/progress.h"
 #include "bonfire/train/report.h"
 
 namespace bonfire {
+
+class StopVote;
 
 struct TrainOptions {
   std::filesystem::path folder;                     // the run folder, which exists; the same on all ranks
