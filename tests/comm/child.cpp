@@ -1,10 +1,15 @@
 #include "tests/comm/child.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
@@ -165,6 +170,22 @@ Folder::~Folder() {
   std::error_code ignored;
   std::filesystem::remove_all(path_, ignored);
 }
+
+// Bound, but not listening: the kernel gives the number to nobody who takes any, and to all who say SO_REUSEADDR as this
+// does.
+ReservedPort::ReservedPort(const std::string& address) : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  sockaddr_in name{};
+  name.sin_family = AF_INET;
+  const int on = 1;
+  socklen_t length = sizeof name;
+  EXPECT_EQ(inet_pton(AF_INET, address.c_str(), &name.sin_addr), 1) << address;
+  EXPECT_EQ(setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on), 0);
+  EXPECT_EQ(bind(fd_, reinterpret_cast<const sockaddr*>(&name), sizeof name), 0) << std::strerror(errno);
+  EXPECT_EQ(getsockname(fd_, reinterpret_cast<sockaddr*>(&name), &length), 0);
+  number_ = ntohs(name.sin_port);
+}
+
+ReservedPort::~ReservedPort() { close(fd_); }
 
 std::string read_file(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);

@@ -66,6 +66,23 @@ class Folder {
   std::string path_;
 };
 
+// A port of this address that nobody else is given as long as this lives. Programs that ask for it by number, as servers
+// do, can listen on it.
+class ReservedPort {
+ public:
+  explicit ReservedPort(const std::string& address = "127.0.0.1");
+  ~ReservedPort();
+  ReservedPort(const ReservedPort&) = delete;
+  ReservedPort& operator=(const ReservedPort&) = delete;
+
+  int number() const { return number_; }
+  std::string text() const { return std::to_string(number_); }
+
+ private:
+  int fd_ = -1;
+  int number_ = 0;
+};
+
 std::string read_file(const std::string& path);
 
 // A number that differs from run to run and is printed, so that a failure can be repeated (BONFIRE_TEST_SEED=...).

@@ -39,7 +39,8 @@ std::vector<std::string> mpirun(int ranks, std::vector<std::string> program) {
 
 TEST(Foreign, UnderMpirunByItsVariables) {
   SKIP_WITHOUT("mpirun");
-  const std::string port = std::to_string(endpoint_of(listen_on({"127.0.0.1", 0})).port);
+  const test::ReservedPort reserved;
+  const std::string port = reserved.text();
   auto variables = kAsRoot;
   variables["MASTER_PORT"] = port;
   variables["STEPS"] = "5";
@@ -58,7 +59,8 @@ TEST(Foreign, MpirunWithoutAPortIsRefusedByName) {
 
 TEST(Foreign, UnderMpichsMpiexec) {
   SKIP_WITHOUT("mpiexec.hydra");
-  const std::string port = std::to_string(endpoint_of(listen_on({"127.0.0.1", 0})).port);
+  const test::ReservedPort reserved;
+  const std::string port = reserved.text();
   Child run({"mpiexec.hydra", "-n", "2", kProgram}, {{"MASTER_PORT", port}, {"STEPS", "5"}});
   EXPECT_EQ(run.wait(60s), 0) << run.output();
   for (int rank = 0; rank < 2; ++rank)

@@ -272,7 +272,8 @@ TEST(Launcher, APortInUseIsNamedInOneLine) {
 
 // Two launchers, as on two machines, on two loopback addresses.
 struct TwoNodes {
-  std::string port = [] { return std::to_string(endpoint_of(listen_on({"127.0.0.2", 0})).port); }();
+  test::ReservedPort reserved{"127.0.0.2"};
+  std::string port = reserved.text();
   std::vector<std::string> node(int number, const std::string& script, std::vector<std::string> more = {}) const {
     std::vector<std::string> words = {
         "-n", "2", "--nodes", "2", "--node-rank", std::to_string(number), "--master", "127.0.0.2:" + port};

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
+#include <optional>
 #include <random>
 #include <regex>
 #include <thread>
@@ -94,7 +95,8 @@ TEST(Run, StartsItselfWhenAskedTo) {
 }
 
 TEST(Run, OverTwoNodes) {
-  const std::string port = std::to_string(endpoint_of(listen_on({"127.0.0.2", 0})).port);
+  const test::ReservedPort reserved("127.0.0.2");
+  const std::string port = reserved.text();
   const auto node = [&](const std::string& number) {
     const std::string address = number == "0" ? "127.0.0.2" : "127.0.0.3";
     return launch(2, {"--nodes", "2", "--node-rank", number, "--master", "127.0.0.2:" + port, "--address", address});
@@ -127,7 +129,8 @@ class RunByName : public testing::Test {
     } catch (const Error& error) {
       GTEST_SKIP() << "this machine has no address but loopback: " << error.what();
     }
-    port_ = std::to_string(endpoint_of(listen_on({real_, 0})).port);
+    reserved_.emplace(real_);
+    port_ = reserved_->text();
   }
 
   std::vector<std::string> knowing_zero_as(const std::string& address, std::vector<std::string> words) const {
@@ -150,6 +153,7 @@ class RunByName : public testing::Test {
   }
 
   std::string real_, port_;
+  std::optional<test::ReservedPort> reserved_;
   test::Folder folder_;
 };
 
@@ -182,7 +186,8 @@ TEST_F(RunByName, RanksOfSlurmMeet) {
 
 // Kubeflow's variables: one process a node, each its own launcher.
 TEST(Run, UnderKubeflow) {
-  const std::string port = std::to_string(endpoint_of(listen_on({"127.0.0.3", 0})).port);
+  const test::ReservedPort reserved("127.0.0.3");
+  const std::string port = reserved.text();
   const auto pod = [&](const char* rank) {
     return Variables{
         {"PET_NNODES", "2"},       {"PET_NPROC_PER_NODE", "1"},   {"PET_NODE_RANK", rank}, {"PET_MASTER_ADDR", "127.0.0.3"},
@@ -453,7 +458,8 @@ TEST(Run, AnotherVersionIsNamed) {
 
 TEST(Run, AStrangerIsRefusedAndDisturbsNobody) {
   const Random random(test::random_seed());
-  const int port = endpoint_of(listen_on({"127.0.0.1", 0})).port;
+  const test::ReservedPort reserved;
+  const int port = reserved.number();
   Child run(launch(2, {"--port", std::to_string(port)}), {{"STEPS", "2000"}});
   ASSERT_TRUE(run.said("sum 2"));
   for (std::uint64_t visit = 0; visit < 5; ++visit) {

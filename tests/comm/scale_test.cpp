@@ -156,41 +156,30 @@ std::int64_t digits_up_to(std::int64_t n) {
   return digits;
 }
 
-// Each line is a sum over messages: a frame has 4 bytes of length, 1 of what it is, 8 for a number, and 4 more than its
-// bytes for a text. Every key has the 10 bytes of "attempt 0/" in front.
+// A sum over messages: a frame has 4 bytes of length, 1 of what it is, 8 for a number, and 4 more than its bytes for a text.
+// Every key has the 10 bytes of "attempt 0/" in front, a group's 24 more.
 Costs predicted(std::int64_t n, std::int64_t words, std::int64_t groups) {
-  const std::int64_t digits = digits_up_to(n);
+  const std::int64_t digits = digits_up_to(n), hosts = (n + kRanksPerHost - 1) / kRanksPerHost;
   Costs costs;
-  // Hello and nonce, proof and proof.
-  costs.connect = {4 * n, (59 + 41 + 40 + 41) * n};
-  // All: own words (compare_set), a count (add), a wait and a get of the verdict. Rank 0 waits for the last to arrive
-  // instead, looks for a verdict, reads all words, and decides.
-  costs.check_in = {8 * n + 12, (50 + 2 * words) * n + digits + (43 + 13) * n + (59 + 5) * n + (59 + 23) * n  // all
-                                    + (60 - 59)                                      // rank 0 waits for another key
-                                    + (43 + 13)                                      // is there a verdict?
-                                    + (13 + 28 * n + digits + 13)                    // are all there?
-                                    + (29 + 28 * n + digits + 13 + (4 + words) * n)  // their words
-                                    + (49 + 15) + 2 * (46 + 5)};                     // verdict; gathered, said twice
-  // In the group's part of the store: 34 bytes in front of each key. Counts of the rank's GPU (twice), host, hosts and of
-  // ranks; a wait; is any GPU crowded? Then NCCL's 128 bytes.
-  const std::int64_t hosts = (n + kRanksPerHost - 1) / kRanksPerHost, front = 34;
-  const auto add = [&](std::int64_t key) { return 4 + 1 + 4 + front + key + 8 + 13; };
-  const auto get = [&](std::int64_t key) { return 4 + 1 + 8 + 8 + 8 + 4 + front + key; };
-  costs.first_group = {14 * n + 2 * hosts + 2 + 2 * n,
-                       (2 * add(13 + 32) + add(9 + 10) + add(9) + add(11)) * n + add(9) * hosts + (get(15) + 5) * n +
-                           (4 + 1 + 8 + 4 + front + 11 + 13) * n + (4 + 1 + 4 + front + 15 + 4 + 1 + 5) +
-                           (get(1) + 4 + 1 + 8 + 4 + 128) * (n - 1) + (4 + 1 + 4 + front + 1 + 4 + 128 + 5)};
-  // Every rank: its numbers (125 bytes for two groups), and whether there is a verdict. Two watchers read all numbers.
-  const std::int64_t numbers = 8 + 33 + 2 * 42;
-  const std::int64_t publish = (4 + 1 + 4 + 24 + 4 + numbers + 5) * n + digits + (43 + 13) * n;
-  const std::int64_t look = 29 + 28 * n + digits + 13 + (4 + numbers) * n;
-  costs.beat = {4 * n + 4, publish + 2 * look};
-  // The first time: its groups as well, and the watchers ask whether all have begun, and read the groups.
-  costs.first_beat = {costs.beat.messages + 2 * n + 8, costs.beat.bytes + (4 + 1 + 4 + 26 + 4 + groups + 5) * n + digits +
-                                                           2 * (13 + 28 * n + digits + 13) +
-                                                           2 * (29 + 30 * n + digits + 13 + (4 + groups) * n)};
-  costs.check_out = {4 * n + 2,
-                     (4 + 1 + 4 + 24 + 8 + 13) * n + (4 + 1 + 24 + 4 + 28 + 5) * n + (4 + 1 + 4 + 28 + 4 + 3 + 5)};
+  // Hello and a nonce (59 + 41), a proof and a proof (40 + 41).
+  costs.connect = {4 * n, 181 * n};
+  // Each rank: its words (compare_set: 50 + 2 words + the digits of its number), a count (56), a wait for the verdict (64)
+  // and a get (82). The last one says that all have come (51). Rank 0 waits for that instead (1 more), looks for a verdict
+  // (56), asks whether all are there (26 + 28 n + digits) and what they say (42 + (32 + words) n + digits), and gives the
+  // verdict (64 + 51).
+  costs.check_in = {8 * n + 12, (312 + 3 * words) * n + 3 * digits + 291};
+  // Each rank: counts of the ranks on its GPU (twice 109), on its host (83), of hosts (73) and of those who have counted
+  // (75); a wait (87); is a GPU crowded (75)? The first on a host counts it (73), and the last says that all are counted
+  // (68). Then NCCL's 128 bytes: set (181) by one and read (213) by the others.
+  costs.first_group = {16 * n + 2 * hosts + 2, 824 * n + 73 * hosts + 36};
+  // Each rank: its numbers (167 + digits; 125 of them are numbers), and is there a verdict (56)? Two watchers read all of
+  // them (42 + 157 n + digits each).
+  costs.beat = {4 * n + 4, 537 * n + 3 * digits + 84};
+  // The first time each also tells its groups (44 + groups + digits), and the watchers ask whether all have begun
+  // (26 + 28 n + digits each) and read the groups (42 + (34 + groups) n + digits each).
+  costs.first_beat = {6 * n + 12, (705 + 3 * groups) * n + 8 * digits + 220};
+  // Each rank: a count (54) and a wait (66). The last says that all have left (49).
+  costs.check_out = {4 * n + 2, 120 * n + 49};
   return costs;
 }
 

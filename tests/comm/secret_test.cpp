@@ -1,6 +1,8 @@
 #include "bonfire/comm/secret.h"
 
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <fstream>
 #include <mutex>
