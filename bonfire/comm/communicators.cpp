@@ -8,6 +8,9 @@
 #include "bonfire/comm/cuda_plugin.h"
 #include "bonfire/comm/gloo_backend.h"
 #include "bonfire/comm/group_state.h"
+#include "bonfire/comm/members.h"
+#include "bonfire/comm/secret.h"
+#include "bonfire/comm/token_store.h"
 
 namespace bonfire {
 
@@ -28,10 +31,14 @@ std::shared_ptr<Backend> Communicators::connect(const std::string& meeting, cons
                                            {.name = group.name,
                                             .device = options_.device,
                                             .timeout = options_.timeout,
+                                            .first = group.axis == Axis::world,
                                             .log = group.axis == Axis::world ? options_.log : Log::silent()});
-  return make_gloo_backend(
-      std::move(store),
-      {.rank = group.rank, .size = group.size(), .timeout = options_.timeout, .address = options_.address});
+  return make_gloo_backend(std::move(store), {.rank = group.rank,
+                                              .size = group.size(),
+                                              .timeout = options_.timeout,
+                                              .address = options_.address,
+                                              .members = group.world_ranks,
+                                              .secret = secret_behind(store_)});
 }
 
 Group Communicators::group(const GroupSpec& spec) {
@@ -45,9 +52,8 @@ Group Communicators::group(const GroupSpec& spec) {
   state->rank = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
   if (members.size() > 1) {
     auto& backend = backends_[{spec.name, members}];
-    if (!backend)
-      backend =
-          connect(fmt::format("group {}{}{}", spec.name, spec.name.empty() ? "" : " ", fmt::join(members, ",")), *state);
+    // The store's keys name the members by a hash: spelled out, each would be as long as the list.
+    if (!backend) backend = connect(fmt::format("group {} {}", spec.name, short_hash(Members(members).text())), *state);
     state->backend = backend;
     state->recorder = recorder_;
     state->progress = progress_;

@@ -28,7 +28,8 @@ struct NcclOptions {
   c10::Device device = c10::Device(c10::kCUDA, 0);
   std::chrono::milliseconds timeout = std::chrono::minutes(10);  // of one collective
   bool high_priority = true;                                     // its stream goes before compute's
-  Log log = Log::silent();                                       // hears where ranks share a GPU
+  bool first = true;        // of its World, with all ranks: they find out who shares a GPU, once for all communicators
+  Log log = Log::silent();  // hears where ranks share a GPU
 };
 
 // What libbonfire_cuda.so offers. The library knows no CUDA: it opens the plug-in and calls it through this table.

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bonfire/base/error.h"
+#include "bonfire/comm/secret.h"
 
 namespace bonfire {
 
@@ -12,6 +13,7 @@ FingerprintBoard::FingerprintBoard(c10::intrusive_ptr<c10d::Store> store, std::s
                                    int rank, std::chrono::milliseconds timeout)
     : store_(std::move(store)),
       group_(std::move(group)),
+      id_(short_hash(group_)),
       world_ranks_(std::move(world_ranks)),
       rank_(rank),
       timeout_(timeout),
@@ -30,7 +32,7 @@ std::string FingerprintBoard::read(const std::string& key, int rank, const std::
 }
 
 void FingerprintBoard::compare(std::int64_t sequence, const std::string& what) {
-  const auto key = [&](std::int64_t number, int rank) { return fmt::format("fingerprint/{}/{}/{}", group_, number, rank); };
+  const auto key = [&](std::int64_t number, int rank) { return fmt::format("fingerprint/{}/{}/{}", id_, number, rank); };
   store_->set(key(sequence, rank_), what);
   for (int other = 0; other < static_cast<int>(world_ranks_.size()); ++other) {
     if (other == rank_) continue;
@@ -43,11 +45,11 @@ void FingerprintBoard::compare(std::int64_t sequence, const std::string& what) {
 }
 
 void FingerprintBoard::announce_send(int to, const std::string& what) {
-  store_->set(fmt::format("message/{}/{}-{}/{}", group_, rank_, to, sent_.at(to)++), what);
+  store_->set(fmt::format("message/{}/{}-{}/{}", id_, rank_, to, sent_.at(to)++), what);
 }
 
 void FingerprintBoard::compare_receive(int from, std::int64_t number, const std::string& what) {
-  const auto key = fmt::format("message/{}/{}-{}/{}", group_, from, rank_, number);
+  const auto key = fmt::format("message/{}/{}-{}/{}", id_, from, rank_, number);
   const auto theirs = read(key, from, fmt::format("receive of message #{} ({})", number, what));
   require(theirs == what, "group '{}', message #{} from rank {} to rank {}: sent is {}, but expected is {}", group_, number,
           world_ranks_[from], world_ranks_[rank_], theirs, what);

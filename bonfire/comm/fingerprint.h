@@ -33,6 +33,7 @@ class FingerprintBoard {
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::string group_;
+  std::string id_;  // of the group, in keys: its name holds all of its members
   std::vector<int> world_ranks_;
   int rank_;
   std::chrono::milliseconds timeout_;

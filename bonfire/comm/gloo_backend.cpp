@@ -1,18 +1,25 @@
 #include "bonfire/comm/gloo_backend.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <vector>
 
+#include <ATen/ops/empty.h>
 #include <gloo/common/error.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "bonfire/base/clock.h"
+#include "bonfire/base/error.h"
 #include "bonfire/comm/c10d_backend.h"
 #include "bonfire/comm/emulated_link.h"
 #include "bonfire/comm/gloo_exchange.h"
+#include "bonfire/comm/secret.h"
+#include "bonfire/comm/socket.h"
+#include "bonfire/comm/world.h"
 
 namespace bonfire {
 namespace {
@@ -160,17 +167,71 @@ void await_connections(c10d::Store& store, const CommunicatorOptions& options) {
   store.wait({"all_connected"}, options.timeout);
 }
 
+// Gloo takes whoever connects to its port and says the right small number for the rank it waits for. So before any data
+// flows, both ends of every pair say what only a process of this job can: a hash over the job's secret, a number drawn for
+// this group alone, and who speaks to whom. What a stranger overhears is of no use to it elsewhere.
+void prove_each_other(c10d::Backend& gloo, c10d::Store& store, const CommunicatorOptions& options) {
+  constexpr int kTag = 2;                                                   // 0 and 1 are for messages and exchanges
+  constexpr std::chrono::milliseconds kLongest = std::chrono::seconds(30);  // all ranks are there
+  if (options.rank == 0) store.set("nonce", random_token());
+  const std::string key = hmac_sha256(options.secret, store.get_to_str("nonce"));
+  const auto proof = [&](int from, int to) { return hmac_sha256(key, fmt::format("pair {} {}", from, to)); };
+
+  struct Peer {
+    int rank;
+    at::Tensor mine, theirs;
+    c10::intrusive_ptr<c10d::Work> sent, received;
+  };
+  std::vector<Peer> peers;
+  for (int rank = 0; rank < options.size; ++rank) {
+    if (rank == options.rank) continue;
+    const std::string words = proof(options.rank, rank);
+    const auto size = static_cast<std::int64_t>(words.size());
+    Peer peer{rank, at::empty({size}, at::kByte), at::empty({size}, at::kByte), nullptr, nullptr};
+    std::memcpy(peer.mine.data_ptr(), words.data(), words.size());
+    peers.push_back(std::move(peer));
+  }
+  for (Peer& peer : peers) {
+    std::vector<at::Tensor> mine{peer.mine}, theirs{peer.theirs};
+    peer.received = gloo.recv(theirs, peer.rank, kTag);
+    peer.sent = gloo.send(mine, peer.rank, kTag);
+  }
+  const auto limit = std::min(options.timeout, kLongest);
+  for (Peer& peer : peers) {
+    std::string said;
+    try {
+      peer.received->wait(limit);
+      said.assign(static_cast<const char*>(peer.theirs.const_data_ptr()), static_cast<std::size_t>(peer.theirs.numel()));
+    } catch (const std::exception& error) {
+      said = std::string("nothing: ") + error.what();
+    }
+    if (same_secret(said, proof(peer.rank, options.rank))) continue;
+    const std::size_t at = static_cast<std::size_t>(peer.rank);
+    fail("whoever is connected in the place of rank {} has not proved that it is of this job: {}",
+         at < options.members.size() ? options.members[at] : peer.rank,
+         said.starts_with("nothing") ? said.substr(0, said.find('\n')) : "it said something else");
+  }
+  for (Peer& peer : peers) peer.sent->wait(limit);
+}
+
+// Where to listen: the address that was given; where none was, that of GLOO_SOCKET_IFNAME's first interface.
+std::string listening_address(const std::string& given) {
+  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
+  if (given != WorldOptions{}.address || interface == nullptr || *interface == '\0') return given;
+  const std::string names = interface;
+  return address_of_interface(names.substr(0, names.find(',')));
+}
+
 }  // namespace
 
 std::shared_ptr<Backend> make_gloo_backend(c10::intrusive_ptr<c10d::Store> store, const CommunicatorOptions& options) {
   switch_flight_recorder_off();
   auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
-  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
-  gloo->devices.push_back(interface && *interface ? c10d::ProcessGroupGloo::createDeviceForInterface(interface)
-                                                  : c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
+  gloo->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(listening_address(options.address)));
   return with_peers([&] {
     auto process_group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, options.rank, options.size, gloo);
     await_connections(*store, options);
+    prove_each_other(*process_group, *store, options);
     return adopt_gloo_backend(std::move(process_group));
   });
 }

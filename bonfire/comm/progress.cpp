@@ -1,7 +1,9 @@
 #include "bonfire/comm/progress.h"
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
+#include <string_view>
 
 #include <nlohmann/json.hpp>
 
@@ -12,19 +14,51 @@ using nlohmann::json;
 
 bool is_message(CollectiveKind kind) { return kind == CollectiveKind::send || kind == CollectiveKind::receive; }
 
-json encode_place(const Progress::Lane::Place& place) {
-  return {place.begun, place.ended, static_cast<int>(place.kind), place.age};
+// Plain values one after the other, in this machine's order of bytes.
+template <class Value>
+void put(std::string& text, Value value) {
+  text.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-Progress::Lane::Place decode_place(const json& value) {
-  Progress::Lane::Place place;
-  place.begun = value.at(0).get<std::int64_t>();
-  place.ended = value.at(1).get<std::int64_t>();
-  const int kind = value.at(2).get<int>();
-  if (kind < 0 || kind > static_cast<int>(CollectiveKind::barrier)) throw json::other_error::create(501, "kind", &value);
+class Numbers {
+ public:
+  explicit Numbers(std::string_view text) : rest_(text) {}
+
+  template <class Value>
+  Value take() {
+    Value value{};
+    const std::string_view bytes = take_bytes(sizeof value);
+    std::memcpy(&value, bytes.data(), bytes.size());
+    return value;
+  }
+  std::string_view take_bytes(std::size_t count) {
+    if (count > rest_.size()) whole_ = false;
+    const std::string_view taken = rest_.substr(0, count);
+    rest_.remove_prefix(taken.size());
+    return taken;
+  }
+  bool whole() const { return whole_; }
+  bool over() const { return whole_ && rest_.empty(); }
+
+ private:
+  std::string_view rest_;
+  bool whole_ = true;
+};
+
+void put_place(std::string& text, const Progress::Lane::Place& place) {
+  put(text, place.begun);
+  put(text, place.ended);
+  put(text, static_cast<std::uint8_t>(place.kind));
+  put(text, static_cast<float>(place.age));
+}
+
+bool take_place(Numbers& numbers, Progress::Lane::Place& place) {
+  place.begun = numbers.take<std::int64_t>();
+  place.ended = numbers.take<std::int64_t>();
+  const int kind = numbers.take<std::uint8_t>();
   place.kind = static_cast<CollectiveKind>(kind);
-  place.age = value.at(3).get<double>();
-  return place;
+  place.age = numbers.take<float>();
+  return kind <= static_cast<int>(CollectiveKind::barrier);
 }
 
 // Something that cannot be asked any more has not ended: whoever broke it says so.
@@ -143,35 +177,64 @@ Progress ProgressBoard::snapshot() const {
   return progress;
 }
 
-std::string encode(const Progress& progress) {
+std::string encode_lanes(const Progress& progress) {
   json lanes = json::array();
-  for (const Progress::Lane& lane : progress.lanes)
-    lanes.push_back({lane.group, lane.ranks, encode_place(lane.collective), encode_place(lane.message)});
-  return json{{"lanes", lanes},
-              {"busy", progress.busy},
-              {"step", progress.step},
-              {"step_seconds", progress.step_seconds},
-              {"own_seconds", progress.own_seconds},
-              {"finished", progress.finished}}
-      .dump();
+  for (const Progress::Lane& lane : progress.lanes) lanes.push_back({lane.group, lane.ranks.text()});
+  return lanes.dump();
 }
 
-std::optional<Progress> decode_progress(const std::string& text) {
+std::optional<std::vector<Progress::Lane>> decode_lanes(const std::string& text) {
   try {
-    const json value = json::parse(text);
-    Progress progress;
-    for (const json& lane : value.at("lanes"))
-      progress.lanes.push_back({lane.at(0).get<std::string>(), lane.at(1).get<std::vector<int>>(), decode_place(lane.at(2)),
-                                decode_place(lane.at(3))});
-    progress.busy = value.at("busy").get<std::string>();
-    progress.step = value.at("step").get<std::int64_t>();
-    progress.step_seconds = value.at("step_seconds").get<double>();
-    progress.own_seconds = value.at("own_seconds").get<double>();
-    progress.finished = value.at("finished").get<bool>();
-    return progress;
+    std::vector<Progress::Lane> lanes;
+    for (const json& lane : json::parse(text)) {
+      const auto ranks = Members::parse(lane.at(1).get<std::string>());
+      if (!ranks) return std::nullopt;
+      lanes.push_back({.group = lane.at(0).get<std::string>(), .ranks = *ranks});
+    }
+    return lanes;
   } catch (const json::exception&) {
     return std::nullopt;
   }
+}
+
+std::string encode_numbers(const Progress& progress) {
+  std::string text;
+  put(text, static_cast<std::uint32_t>(progress.lanes.size()));
+  put(text, progress.step);
+  put(text, progress.step_seconds);
+  put(text, progress.own_seconds);
+  put(text, static_cast<std::uint8_t>(progress.finished));
+  put(text, static_cast<std::uint32_t>(progress.busy.size()));
+  text += progress.busy;
+  for (const Progress::Lane& lane : progress.lanes) {
+    put_place(text, lane.collective);
+    put_place(text, lane.message);
+  }
+  return text;
+}
+
+std::optional<std::size_t> lanes_of(const std::string& numbers) {
+  Numbers reader(numbers);
+  const auto count = reader.take<std::uint32_t>();
+  if (!reader.whole()) return std::nullopt;
+  return count;
+}
+
+std::optional<Progress> decode_progress(const std::string& numbers, const std::vector<Progress::Lane>& lanes) {
+  Numbers reader(numbers);
+  Progress progress;
+  const auto count = reader.take<std::uint32_t>();
+  progress.step = reader.take<std::int64_t>();
+  progress.step_seconds = reader.take<double>();
+  progress.own_seconds = reader.take<double>();
+  progress.finished = reader.take<std::uint8_t>() != 0;
+  progress.busy = reader.take_bytes(reader.take<std::uint32_t>());
+  if (!reader.whole() || count > lanes.size()) return std::nullopt;
+  progress.lanes.assign(lanes.begin(), lanes.begin() + count);
+  for (Progress::Lane& lane : progress.lanes)
+    if (!take_place(reader, lane.collective) || !take_place(reader, lane.message)) return std::nullopt;
+  if (!reader.over()) return std::nullopt;
+  return progress;
 }
 
 }  // namespace bonfire

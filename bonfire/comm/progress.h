@@ -12,6 +12,7 @@
 #include "bonfire/base/api.h"
 #include "bonfire/base/clock.h"
 #include "bonfire/base/collective.h"
+#include "bonfire/comm/members.h"
 
 namespace bonfire {
 
@@ -21,7 +22,7 @@ struct Progress {
   // sends and receives are not, so they have numbers of their own.
   struct Lane {
     std::string group;
-    std::vector<int> ranks;  // the members, by their number in the World
+    Members ranks;  // by their number in the World
     struct Place {
       std::int64_t begun = 0;  // number of the last one issued; 0: none yet
       std::int64_t ended = 0;  // number of the last one known to be complete
@@ -146,8 +147,15 @@ class BONFIRE_API ProgressBoard {
   std::int64_t waited_before_ = 0;
 };
 
-// The wire form of a Progress (JSON), and back. `decode` answers nothing where the text is not one.
-BONFIRE_API std::string encode(const Progress& progress);
-BONFIRE_API std::optional<Progress> decode_progress(const std::string& text);
+// The wire form of a Progress, in two parts: which groups there are, which is said once, and the numbers, which are said
+// again and again and whose length does not depend on how many ranks the groups have.
+BONFIRE_API std::string encode_lanes(const Progress& progress);
+BONFIRE_API std::string encode_numbers(const Progress& progress);
+// Nothing where a text is not what it should be.
+BONFIRE_API std::optional<std::vector<Progress::Lane>> decode_lanes(const std::string& text);
+// The groups that the numbers speak of; nothing where they are none.
+BONFIRE_API std::optional<std::size_t> lanes_of(const std::string& numbers);
+// REQUIRES: `lanes` are at least as many as the numbers speak of.
+BONFIRE_API std::optional<Progress> decode_progress(const std::string& numbers, const std::vector<Progress::Lane>& lanes);
 
 }  // namespace bonfire

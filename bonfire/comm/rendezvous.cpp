@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <optional>
-#include <thread>
 #include <vector>
 
 #include <fmt/ranges.h>
@@ -23,7 +22,9 @@ using nlohmann::json;
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kArrived = "check-in/arrived";
+constexpr const char* kGathered = "check-in/gathered";  // all have arrived, or there is a verdict already
 constexpr const char* kVerdict = "check-in/verdict";
+constexpr const char* kCallers = "check-in/callers";  // who would say that rank 0 is missing
 constexpr const char* kAgreed = "agreed";
 constexpr const char* kDiffer = "ranks differ in their ";
 
@@ -48,28 +49,21 @@ class Meeting {
       judge(verdict);
       fail("{}", verdict);
     }
-    store_.add(kArrived, 1);
+    if (store_.add(kArrived, 1) == self_.size) store_.set(kGathered, kAgreed);
   }
 
   void wait() {
-    const auto start = Clock::now();
-    // Rank 0 decides for all; the others decide for themselves only where it does not.
-    const auto deadline = start + self_.timeout + (self_.rank == 0 ? 0ms : 2000ms);
-    auto report = start + self_.report_every;
-    auto pause = 1ms;
-    while (!store_.check({kVerdict})) {
-      if (self_.rank == 0 && store_.add(kArrived, 0) == self_.size) {
-        judge(compare());
-        break;
-      }
-      if (Clock::now() >= deadline)
-        judge(fmt::format("{} after {:.1f} s", roll_call(), std::chrono::duration<double>(self_.timeout).count()));
-      if (Clock::now() >= report && speaks()) {
-        self_.log.info("{}", roll_call());
-        report += self_.report_every;
-      }
-      std::this_thread::sleep_for(pause);
-      pause = std::min(pause * 2, 50ms);
+    const auto deadline = Clock::now() + self_.timeout;
+    // Rank 0 decides for all.
+    if (self_.rank == 0) {
+      if (!wait_until(kGathered, deadline, true)) judge_absent();
+      if (!store_.check({kVerdict})) judge(compare());
+    } else if (!wait_until(kVerdict, deadline + 2s, self_.rank == 1)) {
+      // It does not: one of the others calls the roll, and the rest wait for what it says.
+      if (store_.add(kCallers, 1) == 1)
+        judge_absent();
+      else
+        wait_until(kVerdict, Clock::now() + 60s, false);
     }
     const std::string verdict = store_.get_to_str(kVerdict);
     if (verdict == kAgreed) return;
@@ -86,9 +80,29 @@ class Meeting {
   }
 
   // The first verdict stands.
-  void judge(const std::string& verdict) { store_.compareSet(kVerdict, "", verdict); }
+  void judge(const std::string& verdict) {
+    store_.compareSet(kVerdict, "", verdict);
+    store_.set(kGathered, kAgreed);
+  }
 
-  bool speaks() { return self_.rank == 0 || (self_.rank == 1 && !store_.check({key_of(0)})); }
+  void judge_absent() {
+    judge(fmt::format("{} after {:.1f} s", roll_call(), std::chrono::duration<double>(self_.timeout).count()));
+  }
+
+  // Sleeps in the store, and says from time to time who is missing, if it is for this rank to say. False at the deadline.
+  bool wait_until(const char* key, Clock::time_point deadline, bool may_speak) {
+    while (true) {
+      const auto slice = may_speak ? std::min(deadline, Clock::now() + self_.report_every) : deadline;
+      try {
+        store_.wait({key}, std::max(1ms, std::chrono::ceil<std::chrono::milliseconds>(slice - Clock::now())));
+        return true;
+      } catch (const std::exception&) {
+        if (Clock::now() + 50ms < slice) throw;  // that was not for want of time
+      }
+      if (Clock::now() >= deadline) return false;
+      if (self_.rank == 0 || !store_.check({key_of(0)})) self_.log.info("{}", roll_call());
+    }
+  }
 
   std::string roll_call() {
     std::vector<int> missing;
@@ -104,9 +118,15 @@ class Meeting {
 
   // Everybody's words against rank 0's.
   std::string compare() {
-    const json first = json::parse(store_.get_to_str(key_of(0)));
-    for (int rank = 1; rank < self_.size; ++rank) {
-      const json other = json::parse(store_.get_to_str(key_of(rank)));
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < self_.size; ++rank) keys.push_back(key_of(rank));
+    // Not all are there where one of them thinks that it is the last although it is not: its size will tell.
+    if (!store_.check(keys)) std::erase_if(keys, [&](const std::string& key) { return !store_.check({key}); });
+    const auto words = store_.multiGet(keys);
+    const json first = json::parse(words.front());
+    for (std::size_t at = 1; at < keys.size(); ++at) {
+      const json other = json::parse(words[at]);
+      const std::string rank = keys[at].substr(key_of(0).size() - 1);
       for (const char* what : {"size", "version", "configuration"}) {
         if (other.at(what) == first.at(what)) continue;
         const auto text = [&](const json& of) {
@@ -136,12 +156,9 @@ void check_in(c10d::Store& store, const CheckIn& self) {
 }
 
 void check_out(c10d::Store& store, int size) {
-  constexpr const char* kLeft = "check-out/left";
-  std::int64_t left = store.add(kLeft, 1);
-  for (auto pause = 1ms; left < size; pause = std::min(pause * 2, 100ms)) {
-    std::this_thread::sleep_for(pause);
-    left = store.add(kLeft, 0);
-  }
+  constexpr const char *kLeft = "check-out/left", *kAll = "check-out/all left";
+  if (store.add(kLeft, 1) == size) store.set(kAll, "yes");
+  store.wait({kAll}, std::chrono::hours(24 * 365));
 }
 
 }  // namespace bonfire

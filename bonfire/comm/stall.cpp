@@ -56,50 +56,118 @@ std::string whereabouts(const Observed& rank) {
   return text;
 }
 
-// "rank 1", "ranks 0, 1 and 3".
+// A verdict is read by every rank: it names no more than so many of them.
+constexpr std::size_t kMostNamed = 16;
+
+// "rank 1", "ranks 0, 1 and 3", "ranks 0, 1, 2, ... and 1000 others".
 std::string list(const std::vector<int>& ranks) {
   if (ranks.size() == 1) return fmt::format("rank {}", ranks.front());
-  const std::vector<int> head(ranks.begin(), ranks.end() - 1);
+  const bool many = ranks.size() > kMostNamed;
+  const std::vector<int> head(ranks.begin(), many ? ranks.begin() + kMostNamed : ranks.end() - 1);
+  if (many) return fmt::format("ranks {} and {} others", fmt::join(head, ", "), ranks.size() - kMostNamed);
   return fmt::format("ranks {} and {}", fmt::join(head, ", "), ranks.back());
 }
 
-// What the others wait in, those in the same place together.
+// What `say` tells of each, up to so many of them.
+template <class Say>
+std::string of_each(const std::vector<int>& ranks, const Say& say) {
+  std::string text;
+  for (std::size_t i = 0; i < ranks.size() && i < kMostNamed; ++i) text += (i == 0 ? "" : "; ") + say(ranks[i]);
+  if (ranks.size() > kMostNamed) text += fmt::format("; and {} others", ranks.size() - kMostNamed);
+  return text;
+}
+
+// What the others wait in, those in the same place together. REQUIRES: `named` is in order.
 std::string the_others(const std::vector<Observed>& ranks, const std::vector<int>& named) {
   std::map<std::string, std::vector<int>> places;
   for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
-    if (std::find(named.begin(), named.end(), rank) != named.end()) continue;
+    if (std::binary_search(named.begin(), named.end(), rank)) continue;
     const Where where = longest_wait(ranks[static_cast<std::size_t>(rank)].progress);
     if (where.place != nullptr) places[name_of_place(*where.lane, *where.place)].push_back(rank);
   }
   std::string text;
-  for (const auto& [place, members] : places)
+  std::size_t told = 0;
+  for (const auto& [place, members] : places) {
+    if (told++ == kMostNamed) {
+      text += fmt::format("; others wait in {} other places", places.size() - kMostNamed);
+      break;
+    }
     text += fmt::format("; {} {} in {}", list(members), members.size() == 1 ? "waits" : "wait", place);
+  }
   return text;
 }
 
-// The ranks that `rank` has waited for longer than the limit: members of its group that have not come as far.
-std::set<int> awaited_by(const std::vector<Observed>& ranks, int rank, double limit) {
-  std::set<int> awaited;
-  const Observed& self = ranks[static_cast<std::size_t>(rank)];
-  for (const Lane& lane : self.progress.lanes) {
-    const bool in_collective = pending(lane.collective) && lane.collective.age + self.silent > limit;
-    const bool in_message = pending(lane.message) && lane.message.age + self.silent > limit;
-    if (!in_collective && !in_message) continue;
-    for (const int member : lane.ranks) {
-      if (member == rank || member < 0 || member >= static_cast<int>(ranks.size())) continue;
-      const Progress& other = ranks[static_cast<std::size_t>(member)].progress;
-      const auto same = std::find_if(other.lanes.begin(), other.lanes.end(),
-                                     [&](const Lane& l) { return l.group == lane.group && l.ranks == lane.ranks; });
-      const bool there = same != other.lanes.end();
-      if (in_collective &&
-          (!there || same->collective.begun < lane.collective.begun ||
-           (same->collective.begun == lane.collective.begun && same->collective.kind != lane.collective.kind)))
-        awaited.insert(member);
-      // Whose message it is cannot be told; it is not one who is in the exchange, too.
-      if (in_message && (!there || !pending(same->message))) awaited.insert(member);
-    }
+struct Waits {
+  std::set<int> waiting;  // for longer than the limit, for somebody who has not come as far
+  std::set<int> awaited;  // by one of those
+};
+
+// The same group, as its members see it.
+using Held = std::map<int, const Lane*>;
+
+using Kinds = std::map<std::int64_t, std::set<CollectiveKind>>;  // by the number of the collective
+
+void add_collective_waits(const Held& held, const std::vector<int>& members, const std::set<int>& late, Waits& waits) {
+  Kinds kinds, late_kinds;
+  std::int64_t lowest = held.size() < members.size() ? -1 : held.begin()->second->collective.begun, highest = -1;
+  for (const auto& [rank, lane] : held) {
+    const Place& place = lane->collective;
+    lowest = std::min(lowest, place.begun);
+    kinds[place.begun].insert(place.kind);
+    if (!late.contains(rank)) continue;
+    highest = std::max(highest, place.begun);
+    late_kinds[place.begun].insert(place.kind);
   }
-  return awaited;
+  for (const int rank : late) {
+    const std::int64_t begun = held.at(rank)->collective.begun;
+    if (lowest < begun || kinds.at(begun).size() > 1) waits.waiting.insert(rank);
+  }
+  for (const int member : members) {
+    const auto there = held.find(member);
+    if (there == held.end()) {
+      waits.awaited.insert(member);
+      continue;
+    }
+    const Place& place = there->second->collective;
+    const auto same = late_kinds.find(place.begun);
+    const bool another_kind = same != late_kinds.end() && (same->second.size() > 1 || !same->second.contains(place.kind));
+    if (place.begun < highest || another_kind) waits.awaited.insert(member);
+  }
+}
+
+// Whose message it is cannot be told; it is not one who is in the exchange, too.
+void add_message_waits(const Held& held, const std::vector<int>& members, const std::set<int>& late, Waits& waits) {
+  std::set<int> absent;
+  for (const int member : members) {
+    const auto there = held.find(member);
+    if (there == held.end() || !pending(there->second->message)) absent.insert(member);
+  }
+  if (absent.empty()) return;
+  waits.waiting.insert(late.begin(), late.end());
+  waits.awaited.merge(absent);
+}
+
+// Each group is looked at once, so that this takes no longer than reading what the ranks have said.
+Waits long_waits(const std::vector<Observed>& ranks, double limit) {
+  std::map<std::pair<std::string, Members>, Held> groups;
+  for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank)
+    for (const Lane& lane : ranks[static_cast<std::size_t>(rank)].progress.lanes)
+      groups[{lane.group, lane.ranks}][rank] = &lane;
+  Waits waits;
+  for (const auto& [group, held] : groups) {
+    std::set<int> in_collective, in_message;
+    for (const auto& [rank, lane] : held) {
+      const double silent = ranks[static_cast<std::size_t>(rank)].silent;
+      if (pending(lane->collective) && lane->collective.age + silent > limit) in_collective.insert(rank);
+      if (pending(lane->message) && lane->message.age + silent > limit) in_message.insert(rank);
+    }
+    if (in_collective.empty() && in_message.empty()) continue;
+    std::vector<int> members = group.second.ranks();
+    std::erase_if(members, [&](int rank) { return rank < 0 || rank >= static_cast<int>(ranks.size()); });
+    if (!in_collective.empty()) add_collective_waits(held, members, in_collective, waits);
+    if (!in_message.empty()) add_message_waits(held, members, in_message, waits);
+  }
+  return waits;
 }
 
 double seconds_of(const Variables& variables, const std::string& name, double otherwise) {
@@ -130,43 +198,35 @@ std::optional<std::string> find_stall(const std::vector<Observed>& ranks, const 
     const Observed& seen = ranks[static_cast<std::size_t>(rank)];
     if (limits.silent > 0 && !seen.progress.finished && !seen.held && seen.silent > limits.silent) lost.push_back(rank);
   }
-  if (!lost.empty()) {
-    std::string text;
-    for (const int rank : lost)
-      text += fmt::format("{}rank {} has not been heard of for {:.1f} s: it was {}", text.empty() ? "" : "; ", rank,
-                          ranks[static_cast<std::size_t>(rank)].silent, whereabouts(ranks[static_cast<std::size_t>(rank)]));
-    return text + the_others(ranks, lost);
-  }
+  const auto seen = [&](int rank) -> const Observed& { return ranks[static_cast<std::size_t>(rank)]; };
+  if (!lost.empty())
+    return of_each(lost,
+                   [&](int rank) {
+                     return fmt::format("rank {} has not been heard of for {:.1f} s: it was {}", rank, seen(rank).silent,
+                                        whereabouts(seen(rank)));
+                   }) +
+           the_others(ranks, lost);
 
   if (limits.behind <= 0) return std::nullopt;
-  std::set<int> awaited, waiting;
-  for (int rank = 0; rank < size; ++rank) {
-    const std::set<int> for_whom = awaited_by(ranks, rank, limits.behind);
-    if (!for_whom.empty()) waiting.insert(rank);
-    awaited.insert(for_whom.begin(), for_whom.end());
-  }
-  if (awaited.empty()) return std::nullopt;
+  const Waits waits = long_waits(ranks, limits.behind);
+  if (waits.awaited.empty()) return std::nullopt;
   std::vector<int> roots;  // awaited, and waiting for nobody
-  std::set_difference(awaited.begin(), awaited.end(), waiting.begin(), waiting.end(), std::back_inserter(roots));
-  const auto progress_of = [&](int rank) -> const Progress& { return ranks[static_cast<std::size_t>(rank)].progress; };
+  std::set_difference(waits.awaited.begin(), waits.awaited.end(), waits.waiting.begin(), waits.waiting.end(),
+                      std::back_inserter(roots));
   // Those who wait, wait for somebody who has said that it takes long.
-  const auto takes_long = [&](int rank) {
-    return !progress_of(rank).busy.empty() || ranks[static_cast<std::size_t>(rank)].held;
-  };
-  if (std::any_of(roots.begin(), roots.end(), takes_long)) return std::nullopt;
-  if (roots.empty()) {
-    std::string text = "ranks wait for each other";
-    for (const int rank : awaited)
-      text += fmt::format("{} rank {} is {}", text.back() == 'r' ? ":" : ";", rank,
-                          whereabouts(ranks[static_cast<std::size_t>(rank)]));
-    return text;
-  }
-  std::string text;
-  for (const int rank : roots)
-    text += fmt::format("{}rank {} {}: {}", text.empty() ? "" : "; ", rank,
-                        progress_of(rank).finished ? "has left" : "is behind",
-                        whereabouts(ranks[static_cast<std::size_t>(rank)]));
-  return text + the_others(ranks, roots);
+  if (std::any_of(roots.begin(), roots.end(),
+                  [&](int rank) { return !seen(rank).progress.busy.empty() || seen(rank).held; }))
+    return std::nullopt;
+  if (roots.empty())
+    return "ranks wait for each other: " + of_each({waits.awaited.begin(), waits.awaited.end()}, [&](int rank) {
+             return fmt::format("rank {} is {}", rank, whereabouts(seen(rank)));
+           });
+  return of_each(roots,
+                 [&](int rank) {
+                   return fmt::format("rank {} {}: {}", rank, seen(rank).progress.finished ? "has left" : "is behind",
+                                      whereabouts(seen(rank)));
+                 }) +
+         the_others(ranks, roots);
 }
 
 std::optional<Straggler> find_straggler(const std::vector<Progress>& ranks, double factor) {

@@ -18,18 +18,29 @@ StoreClient::StoreClient(StoreClientOptions options) : options_(std::move(option
 
 Socket StoreClient::connect(Milliseconds patience) const {
   Socket connection = connect_to(options_.server, deadline_in(patience));
-  exchange(connection, wire::Writer().text(wire::kGreeting).text(options_.token).finish(), Milliseconds(0));
+  const std::string nonce = random_token();
+  const auto said = [&](wire::Writer frame) {
+    return wire::Reader(exchange(connection, frame.finish(), Milliseconds(0), wire::kLongestHello)).text();
+  };
+  const std::string theirs = said(wire::Writer().text(wire::kGreeting).text(nonce));
+  const std::string proof = said(wire::Writer().text(wire::proof(wire::kClient, options_.token, nonce, theirs)));
+  if (!same_secret(proof, wire::proof(wire::kServer, options_.token, nonce, theirs)))
+    fail("whoever listens at {} does not know the job's token, so it is not the job's store; nothing was told to it",
+         to_string(options_.server));
   return connection;
 }
 
-std::string StoreClient::exchange(const Socket& connection, const std::string& request, Milliseconds patience) const {
+std::string StoreClient::secret() const { return hmac_sha256(options_.token, "bonfire pairs"); }
+
+std::string StoreClient::exchange(const Socket& connection, const std::string& request, Milliseconds patience,
+                                  std::uint32_t longest) const {
   const Deadline deadline = deadline_in(patience + options_.answer_timeout);
   std::string answer;
   try {
     send_all(connection, request, deadline);
     std::uint32_t length = 0;
     receive_all(connection, std::span(reinterpret_cast<char*>(&length), sizeof length), deadline);
-    require(length >= 1 && length <= wire::kLongestFrame, "a frame of {} bytes", length);
+    require(length >= 1 && length <= longest, "a frame of {} bytes", length);
     answer.resize(length);
     receive_all(connection, answer, deadline);
   } catch (const Error& error) {
@@ -41,8 +52,8 @@ std::string StoreClient::exchange(const Socket& connection, const std::string& r
   if (status == Status::timeout) throw StoreTimeout(fmt::format("store at {}: timeout", to_string(options_.server)));
   const std::string why = wire::Reader(answer).text();
   if (status == Status::refused)
-    fail("store at {} refused this process, which {}: all of a job must share one BONFIRE_TOKEN", to_string(options_.server),
-         why);
+    fail("store at {} refused this process, which {}: all of a job must share one BONFIRE_TOKEN and one version of Bonfire",
+         to_string(options_.server), why);
   fail("store at {}: {}", to_string(options_.server), why);
 }
 
@@ -61,7 +72,7 @@ std::string StoreClient::ask(wire::Writer request, Milliseconds patience) {
     idle_.push_back(std::move(connection));
   };
   try {
-    std::string answer = exchange(connection, request.finish(), patience);
+    std::string answer = exchange(connection, request.finish(), patience, wire::kLongestFrame);
     put_back();
     return answer;
   } catch (const StoreTimeout&) {
@@ -121,11 +132,12 @@ std::vector<std::string> StoreClient::list() {
 
 StoreClient::Presence::Presence(const StoreClient& client, const std::string& key, const std::string& last_words)
     : client_(client), key_(key), connection_(client.connect(client.options_.answer_timeout)) {
-  client_.exchange(connection_, request_of(Op::will).text(key).text(last_words).finish(), Milliseconds(0));
+  client_.exchange(connection_, request_of(Op::will).text(key).text(last_words).finish(), Milliseconds(0),
+                   wire::kLongestFrame);
 }
 
 void StoreClient::Presence::leave() {
-  client_.exchange(connection_, request_of(Op::will).text(key_).text("").finish(), Milliseconds(0));
+  client_.exchange(connection_, request_of(Op::will).text(key_).text("").finish(), Milliseconds(0), wire::kLongestFrame);
 }
 
 }  // namespace bonfire

@@ -24,7 +24,7 @@ class BONFIRE_API StoreTimeout : public Error {
 
 struct StoreClientOptions {
   Endpoint server;
-  std::string token;
+  std::string token;  // what both sides prove that they know; it does not travel
   std::chrono::milliseconds connect_timeout = std::chrono::minutes(5);
   // How long the server may take for a request beyond the time that the request asks it to wait.
   std::chrono::milliseconds answer_timeout = std::chrono::seconds(30);
@@ -36,7 +36,8 @@ class BONFIRE_API StoreClient {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  // Connects at once. Throws Error where nobody answers in time or the token is refused.
+  // Connects at once. Throws Error where nobody answers in time, the server does not believe that this process knows the
+  // token, or does not prove that it knows it itself.
   explicit StoreClient(StoreClientOptions options);
 
   void set(const std::string& key, const std::string& value);
@@ -55,6 +56,8 @@ class BONFIRE_API StoreClient {
   std::vector<std::string> list();
 
   const Endpoint& server() const { return options_.server; }
+  // Made from the token, for other proofs than those of the store.
+  std::string secret() const;
 
   // A connection of one's own, whose end the server notices.
   class BONFIRE_API Presence {
@@ -73,7 +76,8 @@ class BONFIRE_API StoreClient {
   Socket connect(Milliseconds patience) const;
   // The content of the answer.
   std::string ask(wire::Writer request, Milliseconds patience = Milliseconds(0));
-  std::string exchange(const Socket& connection, const std::string& request, Milliseconds patience) const;
+  std::string exchange(const Socket& connection, const std::string& request, Milliseconds patience,
+                       std::uint32_t longest) const;
 
   StoreClientOptions options_;
   std::mutex mutex_;

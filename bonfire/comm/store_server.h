@@ -1,25 +1,39 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 
 #include "bonfire/base/api.h"
 #include "bonfire/base/log.h"
+#include "bonfire/comm/secret.h"
 #include "bonfire/comm/socket.h"
 
 namespace bonfire {
 
 struct StoreServerOptions {
   Endpoint listen = {"127.0.0.1", 0};  // port 0: a free one
-  std::string token;                   // whoever does not present it is refused; must not be empty
+  std::string token;                   // whoever does not prove that it knows it is refused; must not be empty
   // How long the destructor lets others finish, who still need the store although its owner is done.
   std::chrono::milliseconds drain = std::chrono::milliseconds(0);
   Log log{};
+
+  // Connections that have not proved that they know the token: how many are held at once, and for how long. Where there are
+  // as many, more wait until one of them has proved it, or is older than `crowded_patience` and is refused.
+  int most_strangers = 512;
+  std::chrono::milliseconds stranger_patience = std::chrono::seconds(10);
+  std::chrono::milliseconds crowded_patience = std::chrono::seconds(1);
+};
+
+// What a store has received and sent: frames, and their bytes with the lengths in front.
+struct StoreTraffic {
+  std::int64_t requests = 0, request_bytes = 0;
+  std::int64_t answers = 0, answer_bytes = 0;
 };
 
 // The key-value store through which the ranks of a job find each other, on a thread of its own. It listens on one address,
-// loopback unless told otherwise, and speaks only to those who know the job's token.
+// loopback unless told otherwise, and speaks only to those who prove that they know the job's token.
 class BONFIRE_API StoreServer {
  public:
   // Throws Error where the port is in use.
@@ -31,15 +45,11 @@ class BONFIRE_API StoreServer {
   const Endpoint& endpoint() const;
   // Connections turned away so far.
   int refused() const;
+  StoreTraffic traffic() const;
 
  private:
   class Loop;
   std::unique_ptr<Loop> loop_;
 };
-
-// True where both are equal; takes the same time wherever they differ.
-BONFIRE_API bool same_secret(const std::string& a, const std::string& b);
-// 32 hexadecimal digits from the kernel's generator.
-BONFIRE_API std::string random_token();
 
 }  // namespace bonfire

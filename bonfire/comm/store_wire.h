@@ -7,20 +7,32 @@
 #include <vector>
 
 #include "bonfire/base/error.h"
+#include "bonfire/comm/secret.h"
 
 // What a store's server and its clients say to each other.
 //
-// A frame is a 32-bit length and that many bytes. The first frame of a client is a hello: kGreeting and the job's token.
-// Each further one is a request, an Op and its operands; each gets one frame back, a Status and its content. Numbers are
-// little-endian; a string is a 32-bit length and its bytes. All of it stays in one machine's memory order: x86-64 only.
+// A frame is a 32-bit length and that many bytes. First both sides prove that they know the job's token, which itself never
+// travels: the client says hello (kGreeting and a nonce), the server answers with a nonce of its own, the client sends its
+// proof over both nonces, and the server, where that is right, its own. Each further frame of a client is a request, an Op
+// and its operands. Each frame of a client gets one back, a Status and its content. Numbers are little-endian; a string is a
+// 32-bit length and its bytes. All of it stays in one machine's memory order: x86-64 only.
 namespace bonfire::wire {
 
-inline constexpr std::string_view kGreeting = "bonfire store 1";
-inline constexpr std::uint32_t kLongestHello = 1024;       // before the token was seen
+inline constexpr std::string_view kGreeting = "bonfire store 2";
+inline constexpr std::uint32_t kLongestHello = 1024;       // before the proof was seen
 inline constexpr std::uint32_t kLongestFrame = 64u << 20;  // afterwards
 
 enum class Op : std::uint8_t { set, get, add, compare_set, remove, check, wait, count, append, multi_set, list, will };
 enum class Status : std::uint8_t { ok, refused, timeout, invalid };
+
+// Who proves. The word is part of what is proved, so that no proof can be sent back to the one it came from.
+inline constexpr std::string_view kClient = "client", kServer = "server";
+
+// What only somebody who knows the token can say, and only about these two nonces.
+inline std::string proof(std::string_view who, std::string_view token, std::string_view client_nonce,
+                         std::string_view server_nonce) {
+  return hmac_sha256(token, fmt::format("{} {} {} {}", kGreeting, who, client_nonce, server_nonce));
+}
 
 class Writer {
  public:

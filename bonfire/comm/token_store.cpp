@@ -1,6 +1,7 @@
 #include "bonfire/comm/token_store.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 namespace bonfire {
 namespace {
@@ -98,6 +99,13 @@ void TokenStore::multiSet(const std::vector<std::string>& keys, const std::vecto
 
 std::vector<std::string> TokenStore::listKeys() {
   return translated({}, [&] { return client_->list(); });
+}
+
+std::string secret_behind(const c10::intrusive_ptr<c10d::Store>& store) {
+  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get()))
+    return secret_behind(prefixed->getUnderlyingNonPrefixStore());
+  const auto* ours = dynamic_cast<const TokenStore*>(store.get());
+  return ours == nullptr ? "" : ours->secret();
 }
 
 }  // namespace bonfire

@@ -39,10 +39,16 @@ class BONFIRE_API TokenStore : public c10d::Store {
   bool hasExtendedApi() const override { return true; }
   std::vector<std::string> listKeys() override;
 
+  // A secret that all who have the job's token have, too, and nobody else.
+  std::string secret() const { return client_->secret(); }
+
  private:
   // The order matters: the client must be gone before the server waits for its last guest.
   std::shared_ptr<StoreServer> server_;
   std::shared_ptr<StoreClient> client_;
 };
+
+// The secret of the TokenStore behind prefixes; empty where another kind of store is.
+BONFIRE_API std::string secret_behind(const c10::intrusive_ptr<c10d::Store>& store);
 
 }  // namespace bonfire

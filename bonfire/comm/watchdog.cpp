@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bonfire/base/error.h"
+#include "bonfire/comm/beats.h"
 #include "bonfire/comm/running_clock.h"
 
 namespace bonfire {
@@ -19,8 +20,6 @@ constexpr const char* kVerdict = "watchdog/verdict";
 constexpr int kWatchers = 2;         // so that one of them may itself be the one that stands still
 constexpr int kStragglerSteps = 10;  // in a row, before it is worth a word
 
-std::string key_of(int rank) { return fmt::format("watchdog/rank/{}", rank); }
-
 }  // namespace
 
 class Watchdog::Loop {
@@ -29,7 +28,7 @@ class Watchdog::Loop {
       : store_(store->clone()),
         board_(std::move(board)),
         options_(std::move(options)),
-        seen_(static_cast<std::size_t>(options_.size), Seen{.at = clock_.now()}) {
+        beats_(*store_, options_.rank, options_.size, clock_.now()) {
     if (options_.interval == 0ms) {
       double shortest = 10;
       for (const double limit : {options_.limits.silent, options_.limits.behind})
@@ -55,12 +54,6 @@ class Watchdog::Loop {
   }
 
  private:
-  struct Seen {
-    std::string text = {};
-    Nanoseconds at = 0;
-    Progress progress = {};
-  };
-
   void run() {
     Nanoseconds answered = clock_.now();
     std::unique_lock lock(mutex_);
@@ -89,26 +82,12 @@ class Watchdog::Loop {
     Progress progress = board_->snapshot();
     for (Progress::Lane& lane : progress.lanes)
       for (Progress::Lane::Place* place : {&lane.collective, &lane.message}) place->age = clock_.running(place->age);
-    // The count makes every sign of life differ from the one before.
-    store_->set(key_of(options_.rank), fmt::format("{} {}", ++beat_, encode(progress)));
+    beats_.publish(progress);
   }
 
   void watch() {
-    std::vector<Observed> ranks(seen_.size());
-    for (std::size_t rank = 0; rank < seen_.size(); ++rank) {
-      Seen& seen = seen_[rank];
-      const std::string key = key_of(static_cast<int>(rank));
-      if (store_->check({key})) {
-        std::string text = store_->get_to_str(key);
-        if (text != seen.text) {
-          if (auto progress = decode_progress(text.substr(std::min(text.size(), text.find(' ')))))
-            seen.progress = std::move(*progress);
-          seen.text = std::move(text);
-          seen.at = clock_.now();
-        }
-      }
-      ranks[rank] = {seen.progress, since(seen.at)};
-    }
+    std::vector<Observed> ranks;
+    for (const Beats::Seen& seen : beats_.look(clock_.now())) ranks.push_back({seen.progress, since(seen.at)});
     // Who holds a rank is asked only where it matters.
     if (find_stall(ranks, options_.limits)) {
       for (std::size_t rank = 0; rank < ranks.size(); ++rank)
@@ -121,7 +100,7 @@ class Watchdog::Loop {
   void look_for_straggler() {
     if (options_.straggler_factor <= 0) return;
     std::vector<Progress> ranks;
-    for (const Seen& seen : seen_) ranks.push_back(seen.progress);
+    for (const Beats::Seen& seen : beats_.seen()) ranks.push_back(seen.progress);
     const auto slowest = find_straggler(ranks, options_.straggler_factor);
     if (!slowest) {
       slow_steps_ = 0;
@@ -148,8 +127,7 @@ class Watchdog::Loop {
   std::shared_ptr<ProgressBoard> board_;
   WatchdogOptions options_;
   RunningClock clock_;
-  std::vector<Seen> seen_;
-  std::int64_t beat_ = 0;
+  Beats beats_;
   int slow_rank_ = -1;
   std::int64_t slow_step_ = -1;
   int slow_steps_ = 0;

@@ -292,9 +292,10 @@ std::shared_ptr<Backend> make_nccl_backend(c10::intrusive_ptr<c10d::Store> store
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
   const c10::cuda::CUDAGuard guard(options.device);
   if (size > 1) leave_multiprocessors(multiprocessors_of_nccl());
-  if (const int most = let_ranks_share_gpus(*store, rank, size, options.device); most > 1 && rank == 0)
-    options.log.warning("{} ranks share a GPU: right for trying things out, slow for training; start one rank for each GPU",
-                        most);
+  if (options.first)
+    if (const int most = let_ranks_share_gpus(*store, rank, size, options.device); most > 1 && rank == 0)
+      options.log.warning(
+          "{} ranks share a GPU: right for trying things out, slow for training; start one rank for each GPU", most);
   auto nccl_options = c10d::ProcessGroupNCCL::Options::create(options.high_priority);
   nccl_options->timeout = options.timeout;
   auto nccl = c10::make_intrusive<c10d::ProcessGroupNCCL>(std::move(store), rank, size, std::move(nccl_options));

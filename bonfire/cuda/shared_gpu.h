@@ -9,7 +9,7 @@ class Store;
 namespace bonfire::cuda {
 
 // NCCL refuses two ranks on one GPU unless they seem to be on different machines. Finds out whether this rank shares its GPU
-// with another of the group and, if so, gives it a machine name of its own (NCCL_HOSTID); where all ranks are on one machine
+// with another of the World and, if so, gives it a machine name of its own (NCCL_HOSTID); where all ranks are on one machine
 // they are also told to meet over loopback. What the user has set stays. Right for finding mistakes, far too slow for speed.
 // Returns how many ranks the most crowded GPU has.
 //

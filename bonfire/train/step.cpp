@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include "bonfire/base/error.h"
 
@@ -86,11 +87,18 @@ void enforce_nan_policy(const Run& run, const StepTaken& taken) {
   if (!loss_finite) {
     // Only now, so that a good step costs nothing: whose loss is it?
     const auto& group = run.world.group();
+    auto bad = at::zeros({group.size()}, at::kDouble);
+    if (!std::isfinite(loss.mine)) bad[group.rank()] = 1;
+    bad = bad.to(run.world.device());
+    group.all_reduce(bad).wait();
+    bad = bad.cpu();
+    constexpr int kMostNamed = 16;
     std::string ranks;
-    for (int rank = 0; rank < group.size(); ++rank) {
-      const double bad = group.sum(rank == group.rank() && !std::isfinite(loss.mine) ? 1.0 : 0.0);
-      if (bad > 0) ranks += fmt::format("{}{}", ranks.empty() ? "" : ", ", rank);
-    }
+    int named = 0;
+    for (int rank = 0; rank < group.size(); ++rank)
+      if (bad[rank].item<double>() > 0 && named++ < kMostNamed)
+        ranks += fmt::format("{}{}", ranks.empty() ? "" : ", ", rank);
+    if (named > kMostNamed) ranks += fmt::format(" and {} others", named - kMostNamed);
     what = fmt::format("the loss is {}, from rank {}", loss.mean, ranks.empty() ? "none alone" : ranks);
   }
   if (run.config.train.nan_policy == "skip") {

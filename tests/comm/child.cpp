@@ -6,7 +6,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
@@ -168,6 +170,8 @@ Folder::~Folder() {
   std::filesystem::remove_all(path_, ignored);
 }
 
+// Bound, but not listening: the kernel gives the number to nobody who takes any, and to all who say SO_REUSEADDR as this
+// does.
 std::string read_file(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};

@@ -71,7 +71,7 @@ std::string read_file(const std::string& path);
 // A free port of an address of this machine, which nobody is given while it lives, but which a program may listen on.
 class Port {
  public:
-  explicit Port(const std::string& address);
+  explicit Port(const std::string& address = "127.0.0.1");
   ~Port();
   Port(const Port&) = delete;
   Port& operator=(const Port&) = delete;

@@ -39,9 +39,9 @@ std::vector<std::string> mpirun(int ranks, std::vector<std::string> program) {
 
 TEST(Foreign, UnderMpirunByItsVariables) {
   SKIP_WITHOUT("mpirun");
-  const std::string port = std::to_string(endpoint_of(listen_on({"127.0.0.1", 0})).port);
+  const test::Port port;
   auto variables = kAsRoot;
-  variables["MASTER_PORT"] = port;
+  variables["MASTER_PORT"] = port.number();
   variables["STEPS"] = "5";
   Child run(mpirun(2, {kProgram}), variables);
   EXPECT_EQ(run.wait(60s), 0) << run.output();
@@ -58,8 +58,8 @@ TEST(Foreign, MpirunWithoutAPortIsRefusedByName) {
 
 TEST(Foreign, UnderMpichsMpiexec) {
   SKIP_WITHOUT("mpiexec.hydra");
-  const std::string port = std::to_string(endpoint_of(listen_on({"127.0.0.1", 0})).port);
-  Child run({"mpiexec.hydra", "-n", "2", kProgram}, {{"MASTER_PORT", port}, {"STEPS", "5"}});
+  const test::Port port;
+  Child run({"mpiexec.hydra", "-n", "2", kProgram}, {{"MASTER_PORT", port.number()}, {"STEPS", "5"}});
   EXPECT_EQ(run.wait(60s), 0) << run.output();
   for (int rank = 0; rank < 2; ++rank)
     EXPECT_TRUE(contains(run.output(), fmt::format("is rank {0} of 2, local {0} of 2, node 0", rank))) << run.output();

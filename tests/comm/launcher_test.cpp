@@ -372,18 +372,5 @@ TEST(Failure, TravelsWhole) {
   EXPECT_FALSE(decode_failure("{}"));
 }
 
-TEST(JobToken, IsTheSameForAJobAndNobodyElseMayReadTheKey) {
-  const Folder home;
-  const Variables variables = {{"HOME", home.path()}};
-  const std::string token = job_token(variables, "job 1");
-  EXPECT_EQ(job_token(variables, "job 1"), token);
-  EXPECT_NE(job_token(variables, "job 2"), token);
-  EXPECT_EQ(job_token({{"HOME", home.path()}, {"BONFIRE_TOKEN", "given"}}, "job 1"), "given");
-  const auto permissions = std::filesystem::status(home.path() + "/.config/bonfire/key").permissions();
-  EXPECT_EQ(permissions, std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
-  std::ofstream(home.path() + "/.config/bonfire/key") << "short";
-  EXPECT_THROW(job_token(variables, "job 1"), ConfigError);
-}
-
 }  // namespace
 }  // namespace bonfire

@@ -8,6 +8,8 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "bonfire/base/error.h"
+#include "bonfire/comm/beats.h"
+#include "bonfire/comm/gpu_sharing.h"
 #include "bonfire/comm/rendezvous.h"
 
 namespace bonfire {
@@ -98,6 +100,27 @@ TEST(Stall, OneWhoNeverSendsIsNamed) {
   EXPECT_EQ(*text, "rank 0 is behind: in no collective yet; rank 1 waits in receive #3 of 'replicate'");
 }
 
+// Every rank reads the verdict: it must not be as long as there are ranks.
+TEST(Stall, OfThousandsNamesFew) {
+  constexpr int kRanks = 4096;
+  std::vector<int> everybody(kRanks);
+  for (int rank = 0; rank < kRanks; ++rank) everybody[static_cast<std::size_t>(rank)] = rank;
+  std::vector<Observed> ranks(kRanks, rank_in(lane(18, 17, 12, everybody)));
+  ranks[1000] = rank_in(lane(17, 17, 12.3, everybody));
+  const auto one = find_stall(ranks, kLimits);
+  ASSERT_TRUE(one.has_value());
+  EXPECT_EQ(one->find("rank 1000 is behind: in no collective; its last was all_reduce #17"), 0u) << *one;
+  EXPECT_NE(one->find("ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 4079 others wait in all_reduce #18"),
+            std::string::npos)
+      << *one;
+  EXPECT_LT(one->size(), 400u);
+  for (int rank = 100; rank < 3000; ++rank) ranks[static_cast<std::size_t>(rank)].silent = 40;
+  const auto many = find_stall(ranks, kLimits);
+  ASSERT_TRUE(many.has_value());
+  EXPECT_NE(many->find("; and 2884 others"), std::string::npos) << *many;
+  EXPECT_LT(many->size(), 4000u);
+}
+
 TEST(Straggler, IsTheSlowestByItsOwnTime) {
   std::vector<Progress> ranks(4);
   for (Progress& rank : ranks) {
@@ -128,18 +151,109 @@ TEST(Progress, TravelsWholeAndGarbageDoesNot) {
   group.begin(2, CollectiveKind::send);
   board.finish_step(4);
   const ProgressBoard::Busy busy(&board, "checkpoint");
-  const auto back = decode_progress(encode(board.snapshot()));
+  const auto lanes = decode_lanes(encode_lanes(board.snapshot()));
+  ASSERT_TRUE(lanes.has_value());
+  const std::string numbers = encode_numbers(board.snapshot());
+  EXPECT_EQ(lanes_of(numbers), 1u);
+  const auto back = decode_progress(numbers, *lanes);
   ASSERT_TRUE(back.has_value());
   ASSERT_EQ(back->lanes.size(), 1u);
   EXPECT_EQ(back->lanes[0].group, "shard");
-  EXPECT_EQ(back->lanes[0].ranks, (std::vector<int>{1, 3}));
+  EXPECT_EQ(back->lanes[0].ranks.ranks(), (std::vector<int>{1, 3}));
   EXPECT_EQ(back->lanes[0].collective.begun, 7);
   EXPECT_EQ(back->lanes[0].collective.ended, 6);
   EXPECT_EQ(back->lanes[0].collective.kind, CollectiveKind::all_gather);
   EXPECT_EQ(back->lanes[0].message.begun, 2);
   EXPECT_EQ(back->step, 4);
   EXPECT_EQ(back->busy, "checkpoint");
-  for (const char* bad : {"", "{}", "[1]", "{\"lanes\":[[1]]}", "no"}) EXPECT_FALSE(decode_progress(bad)) << bad;
+  for (std::size_t length = 0; length < numbers.size(); ++length)
+    EXPECT_FALSE(decode_progress(numbers.substr(0, length), *lanes)) << length;
+  EXPECT_FALSE(decode_progress(numbers + "x", *lanes));
+  EXPECT_FALSE(decode_progress(numbers, {}));
+  for (const char* bad : {"", "{}x", "[1]", "[[1]]", "[[\"a\",\"1+2\"]]", "no"}) EXPECT_FALSE(decode_lanes(bad)) << bad;
+}
+
+// A sign of life is as long for a thousand ranks as for two.
+TEST(Progress, SignsOfLifeDoNotGrowWithTheGroup) {
+  const auto length = [](int ranks) {
+    std::vector<int> members(static_cast<std::size_t>(ranks));
+    for (int rank = 0; rank < ranks; ++rank) members[static_cast<std::size_t>(rank)] = 8 * rank + 3;
+    ProgressBoard board;
+    board.lane("replicate", members).begin(1, CollectiveKind::all_reduce);
+    EXPECT_LT(encode_lanes(board.snapshot()).size(), 40u);
+    return encode_numbers(board.snapshot()).size();
+  };
+  EXPECT_EQ(length(2), length(1024));
+}
+
+TEST(Members, AreTheSameInEveryForm) {
+  for (const std::vector<int>& ranks :
+       {std::vector<int>{}, {5}, {0, 1, 2, 3}, {7, 5, 3}, {0, 8, 16, 24}, {0, 1, 4, 5, 9}, {3, 3, 3}, {1, 0}}) {
+    const Members members = ranks;
+    EXPECT_EQ(members.ranks(), ranks);
+    EXPECT_EQ(members.size(), static_cast<int>(ranks.size()));
+    ASSERT_TRUE(Members::parse(members.text()).has_value()) << members.text();
+    EXPECT_EQ(*Members::parse(members.text()), members);
+  }
+  EXPECT_EQ(Members(std::vector<int>{0, 8, 16, 24}).text(), "0+8x4");
+  for (const char* bad : {"1", "1+2", "1+2x", "1+2x0", "1+2x-1", "0+1x9999999", "2147483647+2x2", "1+1x2,", "1+1x2;3+1x1"})
+    EXPECT_FALSE(Members::parse(bad)) << bad;
+}
+
+TEST(Beats, TellWatchersHowFarEverybodyIs) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Beats watcher(*store, 0, 3, 1), one(*store, 1, 3, 1);
+  ProgressBoard board;
+  board.lane("world", {0, 1, 2}).begin(4, CollectiveKind::barrier);
+  one.publish(board.snapshot());
+  // Rank 2 has not begun: the others are seen all the same.
+  EXPECT_EQ(watcher.look(2)[1].progress.lanes.at(0).collective.begun, 4);
+  EXPECT_TRUE(watcher.seen()[2].progress.lanes.empty());
+  Beats two(*store, 2, 3, 1);
+  two.publish({.busy = "checkpoint"});
+  watcher.publish({});
+  EXPECT_EQ(watcher.look(3)[2].progress.busy, "checkpoint");
+  // A group that is made later is known when its numbers are.
+  board.lane("shard", {1, 2}).begin(9, CollectiveKind::all_gather);
+  one.publish(board.snapshot());
+  const Progress& seen = watcher.look(4)[1].progress;
+  ASSERT_EQ(seen.lanes.size(), 2u);
+  EXPECT_EQ(seen.lanes[1].group, "shard");
+  EXPECT_EQ(seen.lanes[1].ranks.ranks(), (std::vector<int>{1, 2}));
+  EXPECT_EQ(seen.lanes[1].collective.begun, 9);
+  // Whoever says the same again is alive; whoever says nothing is not.
+  one.publish(board.snapshot());
+  watcher.look(5);
+  EXPECT_EQ(watcher.seen()[1].at, 5);
+  EXPECT_EQ(watcher.seen()[2].at, 3);
+}
+
+TEST(GpuSharing, IsCountedByAllAlike) {
+  // By rank: the host and the GPU.
+  const std::vector<std::pair<std::string, std::string>> places = {{"a", "g0"}, {"a", "g1"}, {"b", "g2"},
+                                                                   {"b", "g2"}, {"b", "g2"}, {"a", "g1"}};
+  const std::vector<int> on_mine = {1, 2, 3, 3, 3, 2};
+  const auto count = [&](std::size_t ranks) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    std::vector<GpuSharing> found(ranks);
+    std::vector<std::thread> threads;
+    for (std::size_t rank = 0; rank < ranks; ++rank)
+      threads.emplace_back([&, rank] {
+        found[rank] = count_gpu_sharing(*store, static_cast<int>(ranks), places[rank].first, places[rank].second);
+      });
+    for (std::thread& thread : threads) thread.join();
+    return found;
+  };
+  const auto all = count(places.size());
+  for (std::size_t rank = 0; rank < places.size(); ++rank) {
+    EXPECT_EQ(all[rank].on_mine, on_mine[rank]) << rank;
+    EXPECT_EQ(all[rank].most, 3);
+    EXPECT_FALSE(all[rank].one_host);
+  }
+  for (const GpuSharing& one : count(2)) {
+    EXPECT_EQ(one.most, 1);
+    EXPECT_TRUE(one.one_host);
+  }
 }
 
 TEST(Progress, WatchedCollectivesAreAskedByWhoeverLooks) {
@@ -237,6 +351,15 @@ TEST(CheckIn, VersionsAreCompared) {
     EXPECT_NE(error.find("version"), std::string::npos) << error;
     EXPECT_NE(error.find("'" + CheckIn::own_version() + "'"), std::string::npos) << error;
     EXPECT_NE(error.find("'bonfire 9.9.9, LibTorch 2.11.0'"), std::string::npos) << error;
+  }
+}
+
+// Whoever thinks that there are fewer ranks thinks that all have come.
+TEST(CheckIn, SizesAreComparedThoughARankIsMissing) {
+  const auto errors = Ranks().check_in_all({{.rank = 0, .size = 3}, {.rank = 1, .size = 2}});
+  for (const std::string& error : errors) {
+    EXPECT_NE(error.find("ranks differ in their size: rank 0"), std::string::npos) << error;
+    EXPECT_NE(error.find("has '3', rank 1"), std::string::npos) << error;
   }
 }
 
