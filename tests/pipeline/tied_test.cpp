@@ -2,6 +2,8 @@
 // them, and what cannot be tied is refused on all ranks when the pipeline is made.
 #include <functional>
 #include <map>
+#include <memory>
+#include <mutex>
 #include <string>
 
 #include <gtest/gtest.h>
@@ -181,6 +183,60 @@ TEST(TiedWeights, ThatAreNotThereOrTiedTwiceAreRefused) {
   auto twice = pair_chain(false);
   twice.tied[1].uses[0] = {0, "u0.a"};
   expect_refused(twice, "Chain::tied names 'u0.a' of Unit 0 twice: list all uses of one weight together, each once");
+}
+
+// Between steps: on all stages together, or all ranks hear of it and nothing has happened.
+TEST(TiedWeights, AreFrozenOnAllTheirStages) {
+  struct Way {
+    int ranks, chunks;
+    const char* schedule;
+  };
+  for (const auto& [ranks, chunks, name] : std::vector<Way>{{2, 1, "1f1b"}, {1, 2, "interleaved"}}) {
+    const auto table = schedule::generate(name, {.ranks = ranks, .microbatches = 2, .chunks = chunks});
+    std::vector<std::string> said(static_cast<std::size_t>(ranks));
+    std::map<std::string, at::Tensor> before;
+    std::mutex mutex;
+    run_ranks(ranks, [&](World& world) {
+      Pipeline pipeline(world.mesh({.pipeline = ranks}), pair_chain(true), {.schedule = table});
+      std::map<int, std::unique_ptr<Sgd>> sgd;
+      for (const int stage : pipeline.local_stages())
+        sgd[stage] = std::make_unique<Sgd>(pipeline.engine(stage), SgdOptions{.lr = rate});
+      const auto step = [&](int number) {
+        pipeline.step(batch_of(number, 0));
+        for (auto& [stage, each] : sgd) each->step();
+      };
+      const auto freeze = [&](int stage) {
+        if (sgd.contains(stage))
+          pipeline.module(stage).named_parameters()[fmt::format("u{}.b", stage)].set_requires_grad(false);
+      };
+      step(0);
+      freeze(1);
+      try {
+        step(1);
+      } catch (const ConfigError& error) {
+        said[static_cast<std::size_t>(world.rank())] = error.what();
+      }
+      for (auto& [stage, each] : sgd) {
+        const std::lock_guard lock(mutex);
+        for (const auto& item : pipeline.module(stage).named_parameters())
+          before[item.key()] = item.value().detach().clone();
+      }
+      freeze(0);
+      step(1);
+      for (auto& [stage, each] : sgd)
+        for (const auto& item : pipeline.module(stage).named_parameters()) {
+          const std::lock_guard lock(mutex);
+          EXPECT_EQ(at::equal(item.value(), before.at(item.key())), item.key().ends_with(".b")) << item.key();
+        }
+    });
+    for (const auto& each : said)
+      EXPECT_EQ(each,
+                "'u1.b' of stage 1 is Double [4, 6], frozen; 'u0.b' of stage 0, to which it is tied, is Double [4, 6], "
+                "trained: they must be alike");
+    const auto plain = train_plainly(1, 1);
+    for (const auto& [name_of, value] : before)
+      EXPECT_LT((value - plain.at(name_of.substr(3))).abs().max().item<double>(), 1e-14) << name_of;
+  }
 }
 
 TEST(TiedWeights, OfOneStageMustBeOneTensor) {
