@@ -232,9 +232,9 @@ void Ties::require_same_layout(const std::map<int, Engine*>& engines, at::Device
   }
 }
 
-void Ties::sum(std::size_t number, const std::map<int, Engine*>& engines) const {
+void Ties::begin_sum(std::size_t number, const std::map<int, Engine*>& engines) {
   const at::NoGradGuard no_grad;
-  std::vector<FlatParameter*> copies;
+  auto& [copies, works] = sums_[number];
   for (const int stage : groups_[number].stages) {
     const auto found = engines.find(stage);
     if (found == engines.end()) continue;
@@ -245,8 +245,21 @@ void Ties::sum(std::size_t number, const std::map<int, Engine*>& engines) const 
   for (std::size_t share = 0; share < first.trained().size(); ++share) {
     auto& total = first.trained()[share].gradient;
     for (std::size_t at = 1; at < copies.size(); ++at) total.add_(copies[at]->trained()[share].gradient);
-    ranks_[number].all_reduce(total).wait();
-    for (std::size_t at = 1; at < copies.size(); ++at) copies[at]->trained()[share].gradient.copy_(total);
+    works.push_back(ranks_[number].all_reduce(total));
+  }
+}
+
+void Ties::finish(int stage) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t number = 0; number < groups_.size(); ++number) {
+    if (!groups_[number].names.contains(stage)) continue;
+    const auto node = sums_.extract(number);
+    if (node.empty()) continue;
+    auto& [copies, works] = node.mapped();
+    for (auto& work : works) work.wait();
+    for (std::size_t at = 1; at < copies.size(); ++at)
+      for (std::size_t share = 0; share < copies[at]->trained().size(); ++share)
+        copies[at]->trained()[share].gradient.copy_(copies.front()->trained()[share].gradient);
   }
 }
 

@@ -42,8 +42,12 @@ class Ties {
   void require_same_training(at::Device device);
   // Throws ConfigError, the same on all ranks, unless the engines have laid out the copies of each group alike. Collective.
   void require_same_layout(const std::map<int, Engine*>& engines, at::Device device) const;
-  // The gradients of a group's copies become their sum. `engines`: of this rank's stages. Collective.
-  void sum(std::size_t group, const std::map<int, Engine*>& engines) const;
+  // The gradients of a group's copies become their sum, from finish() on. `engines`: of this rank's stages. Collective.
+  void begin_sum(std::size_t group, const std::map<int, Engine*>& engines);
+  // The sums of all groups with this stage. Ranks come to those of different groups in different orders.
+  void finish(int stage);
+  // Something threw.
+  void forget() { sums_.clear(); }
   // Whether this buffer of a stage is a copy of another stage's, so that its gradient is counted there.
   bool is_copy(int stage, const FlatParameter& flat) const;
 
@@ -61,6 +65,11 @@ class Ties {
   std::vector<TieGroup> groups_;
   std::vector<Group> ranks_;  // of each group, where this rank is one of them
   std::vector<int> rank_of_;  // by stage
+  struct Sum {
+    std::vector<FlatParameter*> copies;
+    std::vector<Work> works;
+  };
+  std::map<std::size_t, Sum> sums_;  // by group: those that are under way
   std::map<int, torch::nn::Module*> modules_;
   std::map<int, std::vector<std::vector<at::Tensor>>> copies_;  // by stage of this rank, group and weight
 };
