@@ -231,8 +231,9 @@ struct Slope {
   __device__ Slope(float x, float up, float d) {
     if constexpr (edge == Edge::swiglu) {
       const float s = sigmoid<Element16>(x), silu = x * s;
-      first = d * up * s * (1.0f + x * (1.0f - s));
-      second = d * silu;
+      // The small factors first: a product of two large ones could pass the largest number on its way to a small one.
+      first = s * (1.0f + x * (1.0f - s)) * up * d;
+      second = silu * d;
       value = silu * up;
     } else {
       const Gelu<Element16> gelu(x);

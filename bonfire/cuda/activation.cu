@@ -39,8 +39,9 @@ __global__ void swiglu_kernel(const T* __restrict__ gate_up, T* __restrict__ d_o
 #pragma unroll
     for (int j = 0; j < width; ++j) {
       const C g = element(gate, j), s = sigmoid<T>(g), dj = element(d, j);
-      d_gate.at[j] = store<T>(dj * element(up, j) * s * (C(1) + g * (C(1) - s)));
-      d_up.at[j] = store<T>(dj * g * s);
+      // The small factors first: a product of two large ones could pass the largest number on its way to a small one.
+      d_gate.at[j] = store<T>(s * (C(1) + g * (C(1) - s)) * element(up, j) * dj);
+      d_up.at[j] = store<T>(g * s * dj);
       if constexpr (again) out.at[j] = store<T>(g * s * element(up, j));
     }
     if constexpr (again) pack_at<T, width>(d_out + row * columns, i) = out;

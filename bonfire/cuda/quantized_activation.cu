@@ -115,8 +115,9 @@ __global__ void __launch_bounds__(threads) swiglu_backward_kernel(QuantizedSwigl
 #pragma unroll
       for (int j = 0; j < width; ++j) {
         const float g = element(gate, j), s = sigmoid<T>(g), u = element(up, j), dj = element(d, j);
-        d_gate[j] = dj * u * s * (1.0f + g * (1.0f - s));
-        d_up[j] = dj * g * s;
+        // The small factors first: a product of two large ones could pass the largest number on its way to a small one.
+        d_gate[j] = s * (1.0f + g * (1.0f - s)) * u * dj;
+        d_up[j] = g * s * dj;
         out[j] = g * s * u;
       }
       const uint2 first = rounded<T, true>(d_gate, scale, largest), second = rounded<T, true>(d_up, scale, largest);

@@ -31,7 +31,7 @@ bool suits_cudnn(const Tensor& q, const Tensor& k) {
 }
 
 // [batch, heads, sequence, size] to [batch, sequence, heads * size].
-Tensor as_rows(const Tensor& heads) { return heads.transpose(1, 2).reshape({heads.size(0), heads.size(2), -1}); }
+Tensor side_by_side(const Tensor& heads) { return heads.transpose(1, 2).reshape({heads.size(0), heads.size(2), -1}); }
 
 bool suits_own(const Tensor& x) { return x.is_cpu() && x.scalar_type() == at::kFloat; }
 
@@ -51,14 +51,14 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Attent
   if (suits_cudnn(q, k)) {
     const bool trained = torch::autograd::compute_requires_grad(q, k, v);
     try {
-      return as_rows(std::get<0>(at::_scaled_dot_product_cudnn_attention(q, k, v, {}, trained, 0.0, shape.causal)));
+      return side_by_side(std::get<0>(at::_scaled_dot_product_cudnn_attention(q, k, v, {}, trained, 0.0, shape.causal)));
     } catch (const c10::Error&) {
       // A version of cuDNN, or a GPU, that does not take it: torch chooses below.
     }
   }
   if (!own) {
     const bool grouped = q.size(1) != k.size(1);
-    return as_rows(at::scaled_dot_product_attention(q, k, v, {}, 0.0, shape.causal, std::nullopt, grouped));
+    return side_by_side(at::scaled_dot_product_attention(q, k, v, {}, 0.0, shape.causal, std::nullopt, grouped));
   }
   const Tensor dense_q = q.contiguous(), dense_k = k.contiguous(), dense_v = v.contiguous();
   auto node = make_node<AttentionNode>(dense_q, dense_k, dense_v);

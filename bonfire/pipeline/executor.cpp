@@ -33,7 +33,7 @@ Engine::GradientPass pass_of(const std::vector<Action>& row, std::size_t at) {
 
 }  // namespace
 
-Executor::Executor(const schedule::Schedule& table, int rank, Stages& stages, const Links& links, const Ties& ties)
+Executor::Executor(const schedule::Schedule& table, int rank, Stages& stages, const Links& links, Ties& ties)
     : stages_(stages), links_(links), ties_(ties), inbox_(links) {
   const schedule::Index index(table);
   const auto& row = table.rows[static_cast<std::size_t>(rank)];
@@ -66,6 +66,7 @@ at::Tensor Executor::run(const Step& step) {
     }
     for (auto& sent : sent_) sent.work.wait();
     sent_.clear();
+    for (auto& [number, stage] : stages_) ties_.finish(number);
   } catch (const std::exception& error) {
     forget(error.what());
     throw;
@@ -99,10 +100,11 @@ void Executor::execute(const Cell& cell, std::size_t at, const Step& step) {
       if (!cell.first_of_tie) return;
       std::map<int, Engine*> engines;
       for (auto& [number, stage] : stages_) engines.emplace(number, &stage->engine());
-      return ties_.sum(static_cast<std::size_t>(action.microbatch), engines);
+      return ties_.begin_sum(static_cast<std::size_t>(action.microbatch), engines);
     }
     case Kind::update:
       engine.finish_gradients();
+      ties_.finish(action.stage);
       if (step.update) step.update(action.stage);
       return;
   }
@@ -203,6 +205,7 @@ void Executor::forget(const std::string& why) {
   outputs_.clear();
   input_gradients_.clear();
   sent_.clear();
+  ties_.forget();
   for (auto& [number, stage] : stages_) {
     stage->forget();
     stage->forget_forms();

@@ -22,7 +22,7 @@ class Executor {
   using Stages = std::map<int, std::unique_ptr<Stage>>;
 
   // REQUIRES: the table is valid and has every message; `stages` are those of the rank. All outlive this.
-  Executor(const schedule::Schedule& table, int rank, Stages& stages, const Links& links, const Ties& ties);
+  Executor(const schedule::Schedule& table, int rank, Stages& stages, const Links& links, Ties& ties);
 
   struct Step {
     const std::vector<Microbatch>& microbatches;
@@ -69,7 +69,7 @@ class Executor {
 
   Stages& stages_;
   const Links& links_;
-  const Ties& ties_;
+  Ties& ties_;
   std::vector<Cell> row_;
   bool differentiates_ = false;
 

@@ -151,7 +151,7 @@ Pipeline::State::State(const Mesh& on, Chain given, PipelineOptions asked)
     modules.emplace(stage, module.module.get());
     built.emplace(stage, std::move(module));
   }
-  ties.begin_equal(modules, device);
+  ties.begin_equal(std::move(modules), device);
   std::map<int, Engine*> engines;
   const auto memory = std::make_shared<EngineMemory>(device);
   for (auto& [stage, module] : built) {
@@ -245,6 +245,7 @@ PipelineReport Pipeline::step(const std::vector<Microbatch>& microbatches, const
           "schedule {} is for {} microbatches, and {} were given", state.options.schedule_name, state.table.microbatches,
           microbatches.size());
   if (!state.agreed) state.agree(microbatches.front());
+  state.ties.require_same_training(state.device);
   const auto weights = weights_of(microbatches);
   double scale = how.loss_scale;
   // Engines average over the data-parallel ranks.

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <fmt/ranges.h>
 #include <torch/nn/module.h>
 
@@ -99,8 +100,8 @@ std::map<int, Ties::Words> Ties::heard(const std::function<Words(int stage)>& sa
 }
 
 // Shapes of the weights of a stage that are tied to others, group by group.
-Ties::Words Ties::describe(int stage, torch::nn::Module& module) {
-  const auto parameters = module.named_parameters();
+Ties::Words Ties::describe(int stage) {
+  const auto parameters = modules_.at(stage)->named_parameters();
   for (const auto& tied : tied_) {
     const TiedWeight::Use* first = nullptr;
     for (const auto& use : tied.uses) {
@@ -115,10 +116,13 @@ Ties::Words Ties::describe(int stage, torch::nn::Module& module) {
     }
   }
   Words words;
-  for (auto& group : groups_) {
+  auto& copies = copies_[stage];
+  copies.assign(groups_.size(), {});
+  for (std::size_t at = 0; at < groups_.size(); ++at) {
+    auto& group = groups_[at];
     if (!group.names.contains(stage)) continue;
     for (auto& name : group.names.at(stage)) {
-      const auto& tensor = parameters[name];
+      const auto& tensor = copies[at].emplace_back(parameters[name]);
       words.push_back(fmt::format("{} [{}], {}", c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "),
                                   tensor.requires_grad() ? "trained" : "frozen"));
       // Flat buffers name a parameter as it is met first.
@@ -132,10 +136,16 @@ Ties::Words Ties::describe(int stage, torch::nn::Module& module) {
   return words;
 }
 
-void Ties::begin_equal(const std::map<int, torch::nn::Module*>& modules, at::Device device) {
+void Ties::begin_equal(std::map<int, torch::nn::Module*> modules, at::Device device) {
+  modules_ = std::move(modules);
   if (tied_.empty()) return;
+  require_alike(device);
+  copy_first();
+}
+
+void Ties::require_alike(at::Device device) {
   const auto given = groups_;  // names as they were given, for messages
-  const auto words = heard([&](int stage) { return describe(stage, *modules.at(stage)); }, device);
+  const auto words = heard([&](int stage) { return describe(stage); }, device);
   std::map<int, std::size_t> next;  // by stage: its first weight of the group
   for (const auto& group : given) {
     const int first = group.stages.front();
@@ -149,24 +159,39 @@ void Ties::begin_equal(const std::map<int, torch::nn::Module*>& modules, at::Dev
       }
     for (const int stage : group.stages) next[stage] += group.of(stage).size();
   }
-  copy_first(modules);
 }
 
-void Ties::copy_first(const std::map<int, torch::nn::Module*>& modules) const {
+void Ties::require_same_training(at::Device device) {
+  std::int64_t weights = 0;
+  for (const auto& group : groups_) weights += static_cast<std::int64_t>(group.weights());
+  if (weights == 0) return;
+  // Of each weight, whether it is frozen anywhere, and whether it is trained anywhere.
+  const auto seen = at::zeros({weights, 2}, at::kFloat);
+  for (const auto& [stage, copies] : copies_) {
+    auto* row = seen.data_ptr<float>();
+    for (std::size_t group = 0; group < groups_.size(); row += 2 * groups_[group++].weights())
+      for (std::size_t weight = 0; weight < copies[group].size(); ++weight)
+        row[2 * weight + (copies[group][weight].requires_grad() ? 1 : 0)] = 1;
+  }
+  const auto everywhere = seen.to(device);
+  mesh_.group(Axis::pipeline).all_reduce(everywhere, Reduce::max).wait();
+  if (everywhere.sum().item<float>() == static_cast<float>(weights)) return;
+  require_alike(device);
+  fail("tied weights are frozen on some of their stages");
+}
+
+void Ties::copy_first() const {
   const at::NoGradGuard no_grad;
   for (std::size_t at = 0; at < groups_.size(); ++at) {
     const auto& group = groups_[at];
-    for (std::size_t weight = 0; weight < group.names.begin()->second.size(); ++weight) {
+    for (std::size_t weight = 0; weight < group.weights(); ++weight) {
       std::vector<at::Tensor> copies;
       bool first = false;
-      for (const int stage : group.stages) {
-        const auto module = modules.find(stage);
-        if (module == modules.end()) continue;
-        const auto tensor = module->second->named_parameters()[group.of(stage)[weight]];
+      for (const auto& [stage, mine] : copies_) {
         // Built in shares: then the builder has seen to equal values.
-        if (!has_memory(tensor)) continue;
+        if (!group.names.contains(stage) || !has_memory(mine[at][weight])) continue;
         if (stage == group.stages.front()) first = true;
-        copies.push_back(tensor);
+        copies.push_back(mine[at][weight]);
       }
       if (copies.empty()) continue;
       // The first stage may be any of the group's ranks.
@@ -207,9 +232,9 @@ void Ties::require_same_layout(const std::map<int, Engine*>& engines, at::Device
   }
 }
 
-void Ties::sum(std::size_t number, const std::map<int, Engine*>& engines) const {
+void Ties::begin_sum(std::size_t number, const std::map<int, Engine*>& engines) {
   const at::NoGradGuard no_grad;
-  std::vector<FlatParameter*> copies;
+  auto& [copies, works] = sums_[number];
   for (const int stage : groups_[number].stages) {
     const auto found = engines.find(stage);
     if (found == engines.end()) continue;
@@ -220,8 +245,21 @@ void Ties::sum(std::size_t number, const std::map<int, Engine*>& engines) const 
   for (std::size_t share = 0; share < first.trained().size(); ++share) {
     auto& total = first.trained()[share].gradient;
     for (std::size_t at = 1; at < copies.size(); ++at) total.add_(copies[at]->trained()[share].gradient);
-    ranks_[number].all_reduce(total).wait();
-    for (std::size_t at = 1; at < copies.size(); ++at) copies[at]->trained()[share].gradient.copy_(total);
+    works.push_back(ranks_[number].all_reduce(total));
+  }
+}
+
+void Ties::finish(int stage) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t number = 0; number < groups_.size(); ++number) {
+    if (!groups_[number].names.contains(stage)) continue;
+    const auto node = sums_.extract(number);
+    if (node.empty()) continue;
+    auto& [copies, works] = node.mapped();
+    for (auto& work : works) work.wait();
+    for (std::size_t at = 1; at < copies.size(); ++at)
+      for (std::size_t share = 0; share < copies[at]->trained().size(); ++share)
+        copies[at]->trained()[share].gradient.copy_(copies.front()->trained()[share].gradient);
   }
 }
 

@@ -19,6 +19,7 @@ struct TieGroup {
   std::vector<int> stages;                        // in order
   std::map<int, std::vector<std::string>> names;  // by stage: their paths, in one order
   const std::vector<std::string>& of(int stage) const { return names.at(stage); }
+  std::size_t weights() const { return names.begin()->second.size(); }
 };
 
 // Which weights of the chain have copies on several of these stages. Throws ConfigError where a use is tied twice.
@@ -34,12 +35,19 @@ class Ties {
   const std::vector<TieGroup>& groups() const { return groups_; }
   // Makes all copies equal: to the first stage's. Throws ConfigError, the same on all ranks, where weights that are tied
   // differ in shape or dtype, where only some of them are trained, or where those of one stage are not one tensor.
-  // `modules`: of this rank's stages. Collective.
-  void begin_equal(const std::map<int, torch::nn::Module*>& modules, at::Device device);
+  // `modules`: of this rank's stages; they live as long as this does. Collective.
+  void begin_equal(std::map<int, torch::nn::Module*> modules, at::Device device);
+  // A step begins. Throws ConfigError, the same on all ranks, where a weight was frozen or thawed on some of its stages
+  // only: the others would wait for its gradient. Collective.
+  void require_same_training(at::Device device);
   // Throws ConfigError, the same on all ranks, unless the engines have laid out the copies of each group alike. Collective.
   void require_same_layout(const std::map<int, Engine*>& engines, at::Device device) const;
-  // The gradients of a group's copies become their sum. `engines`: of this rank's stages. Collective.
-  void sum(std::size_t group, const std::map<int, Engine*>& engines) const;
+  // The gradients of a group's copies become their sum, from finish() on. `engines`: of this rank's stages. Collective.
+  void begin_sum(std::size_t group, const std::map<int, Engine*>& engines);
+  // The sums of all groups with this stage. Ranks come to those of different groups in different orders.
+  void finish(int stage);
+  // Something threw.
+  void forget() { sums_.clear(); }
   // Whether this buffer of a stage is a copy of another stage's, so that its gradient is counted there.
   bool is_copy(int stage, const FlatParameter& flat) const;
 
@@ -47,8 +55,9 @@ class Ties {
   using Words = std::vector<std::string>;  // of one stage, one for each of its weights
   // What the rank of every stage says of it, heard by all. Throws what one of them threw.
   std::map<int, Words> heard(const std::function<Words(int stage)>& say, at::Device device) const;
-  Words describe(int stage, torch::nn::Module& module);
-  void copy_first(const std::map<int, torch::nn::Module*>& modules) const;
+  Words describe(int stage);
+  void require_alike(at::Device device);
+  void copy_first() const;
 
   Mesh mesh_;
   std::vector<TiedWeight> tied_;
@@ -56,6 +65,13 @@ class Ties {
   std::vector<TieGroup> groups_;
   std::vector<Group> ranks_;  // of each group, where this rank is one of them
   std::vector<int> rank_of_;  // by stage
+  struct Sum {
+    std::vector<FlatParameter*> copies;
+    std::vector<Work> works;
+  };
+  std::map<std::size_t, Sum> sums_;  // by group: those that are under way
+  std::map<int, torch::nn::Module*> modules_;
+  std::map<int, std::vector<std::vector<at::Tensor>>> copies_;  // by stage of this rank, group and weight
 };
 
 }  // namespace bonfire

@@ -60,28 +60,6 @@ const ParameterDescription* weight_in(const UnitDescription& unit, std::string_v
 // Whether products with this weight are made in eight bits, where they can be.
 bool suits_eight_bits(const ParameterDescription& weight) { return weight.shape[0] % 16 == 0 && weight.shape[1] % 16 == 0; }
 
-// A convolution of a sample, in elements.
-struct Convolution {
-  std::int64_t input_channels = 0, output_channels = 0, pixels = 0;
-  std::int64_t input() const { return input_channels * pixels; }
-  std::int64_t output() const { return output_channels * pixels; }
-};
-
-Convolution convolution_of(const ModelDescription& model, const UnitDescription& unit) {
-  Convolution of;
-  const auto look_at = [&](const ParameterDescription& parameter) {
-    if (parameter.shape.size() != 4) return;
-    of.output_channels = parameter.shape[0];
-    of.input_channels = parameter.shape[1];
-    of.pixels = std::llround(unit.product_flops / 2) / parameter.elements();
-  };
-  for (const auto& parameter : unit.parameters) look_at(parameter);
-  for (const auto& name : unit.shared)
-    for (const auto& parameter : model.units.front().parameters)
-      if (parameter.name == name) look_at(parameter);
-  return of;
-}
-
 // What the CPU's kernels have of their own in the backward of a convolution, in elements of a sample. oneDNN works in blocks
 // of eight channels and copies what it reads into that order, but for an input of a few channels. Single small samples, and
 // all in two bytes, are multiplied as columns of their nine neighbours; there, the sum of a bias is made of an fp32 copy.
@@ -107,15 +85,16 @@ class Walk {
       const auto& unit = model_.units[at];
       const bool keeps = !units_[at].root && (units_[at].backward || reached);
       if (keeps) {
-        kept += (unit.activation_bytes(element_) + second_result(unit) * element_) * options_.tokens;
+        kept += (unit.activation_bytes(element_) + second_result(unit) * element_) * options_.memory.tokens;
         if (!reached) kept += first_of_all(at);
         reached = true;
       }
       all_.kept.push_back(kept);
       const std::int64_t input = at > 0 ? model_.units[at - 1].output_elements : 0;
-      all_.in_forward.push_back(keeps ? 0 : forward_elements(model_.spec, unit, input) * element_ * options_.tokens);
-      all_.incoming.push_back(unit.kind == UnitKind::head ? 0 : unit.output_elements * element_ * options_.tokens);
+      all_.in_forward.push_back(keeps ? 0 : forward_elements(model_.spec, unit, input) * element_ * options_.memory.tokens);
+      all_.incoming.push_back(unit.kind == UnitKind::head ? 0 : unit.output_elements * element_ * options_.memory.tokens);
       all_.in_backward.push_back(in_backward(at));
+      all_.in_weights.push_back(in_weights(at));
     }
     return std::move(all_);
   }
@@ -124,8 +103,8 @@ class Walk {
   // In two bytes the CPU's attention is torch's, and everywhere on a CPU that ours is not for. Its result lies in another
   // order than the product after it reads.
   std::int64_t second_result(const UnitDescription& unit) const {
-    const bool torchs = options_.on_host && (element_ == 2 || !options_.own_attention) && attends(model_.spec) &&
-                        unit.kind == UnitKind::block;
+    const bool torchs = options_.memory.on_host && (element_ == 2 || !options_.memory.own_attention) &&
+                        attends(model_.spec) && unit.kind == UnitKind::block;
     return torchs && unit.saved_statistics > 0 ? BlockSizes(model_.spec).query : 0;
   }
 
@@ -136,9 +115,9 @@ class Walk {
     std::int64_t bytes = 0;
     if (const auto* first = first_trained(unit)) {
       const auto before = kept_before(model_.spec, unit, first->name);
-      bytes -= (before.elements * element_ + before.statistics * 4) * options_.tokens;
+      bytes -= (before.elements * element_ + before.statistics * 4) * options_.memory.tokens;
     }
-    if (!keeps_input(model_, at)) bytes += model_.units[at - 1].output_elements * element_ * options_.tokens;
+    if (!keeps_input(model_, at)) bytes += model_.units[at - 1].output_elements * element_ * options_.memory.tokens;
     return bytes;
   }
 
@@ -153,21 +132,51 @@ class Walk {
 
   std::int64_t in_backward(std::size_t at) const {
     const auto& unit = model_.units[at];
-    if (unit.kind == UnitKind::head && unit.output_elements * element_ * options_.tokens > most_logit_bytes)
+    if (unit.kind == UnitKind::head && unit.output_elements * element_ * options_.memory.tokens > most_logit_bytes)
       return of_chunks(at);
-    const Dtype arrives = layout_.factors().gradients > 1 ? layout_.reduction : layout_.gradient;
-    const bool apart = !units_[at].writes.empty() && (unit.weight_apart || arrives != layout_.compute);
-    const std::int64_t weight = apart ? unit.weight_elements * element_ : 0;
+    const std::int64_t weight = apart(at);
     std::int64_t beside = unit.working_beside_weight;
-    if (unit.weight_apart && options_.on_host) {
+    if (unit.weight_apart && options_.memory.on_host) {
       // The description counts what is read once more.
       const auto convolution = convolution_of(model_, unit);
-      beside += convolution_workspace(convolution, layout_.compute, options_.tokens) -
+      beside += convolution_workspace(convolution, layout_.compute, options_.memory.tokens) -
                 (convolution.input() + convolution.output());
     }
-    const std::int64_t working =
-        std::max(unit.working_elements * element_ * options_.tokens, beside * element_ * options_.tokens + weight);
+    const std::int64_t working = std::max(unit.working_elements * element_ * options_.memory.tokens,
+                                          beside * element_ * options_.memory.tokens + weight);
     return all_.kept[at] + all_.incoming[at] + working;
+  }
+
+  // What a weight's gradient is made in, where that is not the place it goes to.
+  std::int64_t apart(std::size_t at) const {
+    const auto& unit = model_.units[at];
+    const Dtype arrives = layout_.factors().gradients > 1 ? layout_.reduction : layout_.gradient;
+    if (units_[at].writes.empty() || (!unit.weight_apart && arrives == layout_.compute)) return 0;
+    const bool widened = options_.memory.on_host && !unit.weight_apart && element_ < bytes_of(arrives);
+    return widened ? widened_factors(unit) * bytes_of(arrives) : unit.weight_elements * element_;
+  }
+
+  // The CPU widens both factors of a wider gradient, some rows at a time (kernels/product.cpp).
+  std::int64_t widened_factors(const UnitDescription& unit) const {
+    constexpr std::int64_t most_elements = std::int64_t{1} << 18, least_rows = 16;
+    std::int64_t row = 0;
+    const auto look_at = [&](const ParameterDescription& weight) {
+      if (weight.shape.size() == 2 && weight.elements() == unit.weight_elements) row = weight.shape[0] + weight.shape[1];
+    };
+    for (const auto& parameter : unit.parameters) look_at(parameter);
+    for (const auto& name : unit.shared)
+      for (const auto& parameter : model_.units.front().parameters)
+        if (parameter.name == name) look_at(parameter);
+    return row * std::min(options_.memory.tokens, std::max(least_rows, most_elements / (row + 1)));
+  }
+
+  std::int64_t in_weights(std::size_t at) const {
+    const auto& unit = model_.units[at];
+    std::int64_t bytes = apart(at);
+    if (unit.weight_apart && bytes > 0 && options_.memory.on_host)
+      bytes += convolution_workspace(convolution_of(model_, unit), layout_.compute, options_.memory.tokens) * element_ *
+               options_.memory.tokens;
+    return bytes;
   }
 
   // A head whose logits would be too many makes them in chunks, and both gradients in forward: that of the weight in fp32,
@@ -176,8 +185,8 @@ class Walk {
     const auto& unit = model_.units[at];
     const std::int64_t input = unit.weight_elements / unit.output_elements;
     const std::int64_t row_bytes = unit.output_elements * element_;
-    return all_.kept[at] - row_bytes * options_.tokens + input * element_ * options_.tokens +
-           unit.weight_elements * bytes_of(Dtype::fp32) + rows_of_chunk(options_.tokens, row_bytes) * row_bytes;
+    return all_.kept[at] - row_bytes * options_.memory.tokens + input * element_ * options_.memory.tokens +
+           unit.weight_elements * bytes_of(Dtype::fp32) + rows_of_chunk(options_.memory.tokens, row_bytes) * row_bytes;
   }
 
   const ModelDescription& model_;
@@ -189,6 +198,21 @@ class Walk {
 };
 
 }  // namespace
+
+Convolution convolution_of(const ModelDescription& model, const UnitDescription& unit) {
+  Convolution of;
+  const auto look_at = [&](const ParameterDescription& parameter) {
+    if (parameter.shape.size() != 4) return;
+    of.output_channels = parameter.shape[0];
+    of.input_channels = parameter.shape[1];
+    of.pixels = std::llround(unit.product_flops / 2) / parameter.elements();
+  };
+  for (const auto& parameter : unit.parameters) look_at(parameter);
+  for (const auto& name : unit.shared)
+    for (const auto& parameter : model.units.front().parameters)
+      if (parameter.name == name) look_at(parameter);
+  return of;
+}
 
 // Where it is the result of a rectifier, that keeps it: behind convolutions that no pooling follows, and in a classifier.
 bool keeps_input(const ModelDescription& model, std::size_t unit) {

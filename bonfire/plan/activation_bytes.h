@@ -7,6 +7,7 @@
 #include "bonfire/plan/activations.h"
 #include "bonfire/plan/course.h"
 #include "bonfire/plan/layout.h"
+#include "bonfire/plan/memory.h"
 #include "bonfire/plan/model.h"
 
 namespace bonfire::plan {
@@ -23,15 +24,22 @@ struct Activations {
   std::vector<std::int64_t> in_forward{};   // the most while it runs, where it keeps nothing
   std::vector<std::int64_t> in_backward{};  // the most while its backward runs, with what is kept
   std::vector<std::int64_t> incoming{};     // of that, the gradient of its result
+  std::vector<std::int64_t> in_weights{};  // the most while the second half of a split backward makes its weights' gradients
 };
+
+// The convolution of a Unit that has one, of a sample, in elements.
+struct Convolution {
+  std::int64_t input_channels = 0, output_channels = 0, pixels = 0;
+  std::int64_t input() const { return input_channels * pixels; }
+  std::int64_t output() const { return output_channels * pixels; }
+};
+Convolution convolution_of(const ModelDescription& model, const UnitDescription& unit);
 
 // Whether what a Unit is given is among what it keeps for backward.
 BONFIRE_API bool keeps_input(const ModelDescription& model, std::size_t unit);
 
 struct ActivationOptions {
-  std::int64_t tokens = 0;            // of the microbatch
-  bool on_host = true;                // ranks compute on the host
-  bool own_attention = true;          // see MemoryOptions
+  MemoryOptions memory{};             // of which tokens, and who computes, matter
   bool input_differentiates = false;  // a gradient of what the first Unit is given is wanted: it comes from an earlier stage
 };
 

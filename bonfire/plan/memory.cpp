@@ -91,7 +91,7 @@ class StepWalk {
           note(0);
           if (event.microbatch + 1 < layout_.microbatches) break;
           compressed_ += compressed_bytes(flats_[event.index], layout_);
-          note(before_ + rounding_bytes(flats_[event.index]));
+          note(before_ + rounding_bytes(flats_[event.index], layout_));
           break;
         case Act::end_of_pass:
           note(0);
@@ -108,15 +108,6 @@ class StepWalk {
   std::int64_t activations() const { return activations_at_peak_; }
 
  private:
-  // Gradients are divided before they are rounded.
-  std::int64_t rounding_bytes(const FlatLayout& flat) const {
-    if (layout_.compression != Compression::bf16 && layout_.compression != Compression::fp16) return 0;
-    std::int64_t most = 0;
-    for (const auto& region : flat.regions)
-      if (region.trained) most = std::max(most, region.elements / layout_.shard * bytes_of(layout_.gradient));
-    return most;
-  }
-
   void note(std::int64_t activations) {
     if (activations + compressed_ <= activations_at_peak_ + compressed_at_peak_) return;
     activations_at_peak_ = activations;
@@ -177,8 +168,7 @@ Memory memory_of(const ModelDescription& model, const DataParallel& given, const
   if (options.on_host) layout.offload = Offload::none;
   const auto units = course_units(model, flats);
   const auto course = course_of_step(units, layout);
-  const auto activations = activations_of(
-      model, units, layout, {.tokens = options.tokens, .on_host = options.on_host, .own_attention = options.own_attention});
+  const auto activations = activations_of(model, units, layout, {.memory = options});
   StepWalk walk(flats, layout, activations, options.on_host);
   for (int step = 0; step < 2; ++step) walk.follow(course);
   const bool unit_by_unit = given.comes_and_goes() && !options.built_whole;

@@ -30,6 +30,10 @@ class Row {
   Row(const ModelDescription& model, const PipelineLayout& layout, int rank)
       : model_(model), layout_(layout), factors_(layout.data.factors()), tied_(tied_stages(model, layout)) {
     const auto& row = layout.table.rows.at(static_cast<std::size_t>(rank));
+    // Whether tied weights are trained on all of their stages: two numbers for each.
+    if (tied_.size() > 1)
+      add(CollectiveKind::all_reduce, Axis::pipeline, 8 * static_cast<std::int64_t>(model.units.front().parameters.size()),
+          layout.table.ranks());
     // The rank that has the loss.
     if (layout.weighs && schedule::Index(layout.table).find(Kind::forward, layout.table.stages - 1, 0).rank == rank)
       add(CollectiveKind::all_reduce, Axis::data, 8, layout.data.ranks());

@@ -16,21 +16,55 @@ using schedule::Action;
 using schedule::Kind;
 
 // What the second half of a Unit's backward needs of the first, in elements per token: the two factors of each weight's
-// gradient, of which one is what forward read and the other the gradient of what it made. The rows of an embedding need the
-// gradient alone.
-std::int64_t put_off_elements(const ModelDescription& part, const UnitDescription& unit) {
+// gradient, of which one is what forward read and the other the gradient of what it made.
+struct PutOff {
   std::int64_t elements = 0;
+  std::int64_t kept = 0;  // of these, what forward has kept already
+  // Layers of ours let go of what they have kept when they have run, and autograd when all of the first half has: what is
+  // not ours, or has no weights. Less than 0: all of it.
+  std::int64_t retained = -1;
+  std::int64_t at_its_end = 0;  // a norm's own gradient, its input, and what goes past it
+};
+PutOff put_off(const ModelDescription& part, const UnitDescription& unit, const UnitDescription& described, Dtype compute) {
+  PutOff all;
+  if (unit.kind == UnitKind::root) return all;
+  const auto& spec = part.spec;
+  const bool attends = spec.type == ModelType::llama || spec.type == ModelType::gpt2;
+  if (spec.type != ModelType::vgg) all.retained = 0;
+  if (attends && unit.kind == UnitKind::block) {
+    all.retained = spec.head_dim * (spec.heads + 2 * spec.kv_heads);
+    all.at_its_end = 3 * spec.dim;
+  }
   const auto add = [&](const ParameterDescription& parameter) {
     const auto& shape = parameter.shape;
-    if (!parameter.trained || shape.size() != 2) return;
-    elements += unit.kind == UnitKind::embedding ? shape[1] : shape[0] + shape[1];
+    if (!parameter.trained || shape.size() < 2) return;
+    // The rows of a table need the gradient alone, and all tables the same; a product that begins the model, also what it
+    // has made of the data.
+    if (unit.kind == UnitKind::embedding) {
+      all.kept = compute == Dtype::fp32 ? 0 : unit.saved_casts;
+      all.elements = unit.output_elements + all.kept;
+      return;
+    }
+    const Convolution convolution = convolution_of(part, unit);
+    const bool product = shape.size() == 2;
+    const std::int64_t input = product ? shape[1] : convolution.input();
+    const std::int64_t gradient = product ? shape[0] : convolution.output();
+    all.elements += input + gradient;
+    // A loss has its gradient in the place of logits. Of other products forward keeps the input, but for norms and
+    // activations, which are made again.
+    const bool made_again = attends ? parameter.name != "attention.output.weight" : parameter.name == "feed.down.weight";
+    if (unit.kind == UnitKind::head)
+      all.kept += input + gradient;
+    else if (!made_again)
+      all.kept += input;
   };
-  if (unit.kind != UnitKind::root)
-    for (const auto& parameter : unit.parameters) add(parameter);
+  for (const auto& parameter : unit.parameters) add(parameter);
   for (const auto& shared : unit.shared)
     for (const auto& parameter : part.units.front().parameters)
       if (parameter.name == shared) add(parameter);
-  return elements;
+  // Unless they are kept as well.
+  all.kept += unit.saved_elements - described.saved_elements;
+  return all;
 }
 
 struct StageCosts {
@@ -38,6 +72,8 @@ struct StageCosts {
       : part(stage_model(model, layout, stage)),
         flats(flats_of_stage(model, layout, stage)),
         units(course_units(part, flats)) {
+    const auto described = describe(model.spec);
+    for (const auto& unit : part.units) later.push_back(put_off(part, unit, described.unit(unit.name), layout.data.compute));
     bool before = false;
     int at = 0;
     for (const auto& unit : model.units) {
@@ -61,6 +97,7 @@ struct StageCosts {
   ModelDescription part;
   std::vector<FlatLayout> flats;
   std::vector<CourseUnit> units;
+  std::vector<PutOff> later;    // by Unit
   bool differentiates = false;  // a gradient of what comes in is wanted
 };
 
@@ -132,11 +169,10 @@ class RowMemory {
     const auto found = activations_.find({slot.first, count});
     if (found != activations_.end()) return found->second;
     const auto& of = stages_.at(slot.first);
-    return activations_[{slot.first, count}] = activations_of(of.part, of.units, layout_.data,
-                                                              {.tokens = count,
-                                                               .on_host = options_.on_host,
-                                                               .own_attention = options_.own_attention,
-                                                               .input_differentiates = of.differentiates});
+    MemoryOptions options = options_;
+    options.tokens = count;
+    return activations_[{slot.first, count}] = activations_of(
+               of.part, of.units, layout_.data, {.memory = options, .input_differentiates = of.differentiates});
   }
 
   // What forward has kept, but for what came in: that is the result of the stage before it, or lies in a buffer of the link.
@@ -205,12 +241,20 @@ class RowMemory {
 
   void input_half(const Slot& slot) {
     const auto& costs = stages_.at(slot.first);
+    const auto& of = activations(slot);
+    const std::int64_t size = bytes_of(layout_.data.compute) * tokens(slot.second);
     begin_backward(slot);
-    std::int64_t later = 0;
+    const std::int64_t counted = input_within(slot) + kept(slot);
+    std::int64_t later = 0, retained = 0;
     for (std::size_t unit = costs.units.size(); unit-- > 0;) {
       if (!costs.runs_backward(unit)) continue;
-      note(at_unit(slot, unit) + later);
-      later += put_off_elements(costs.part, costs.part.units[unit]) * bytes_of(layout_.data.compute) * tokens(slot.second);
+      const auto& put_off = costs.later[unit];
+      note(at_unit(slot, unit) + later + retained);
+      const std::int64_t before = unit > 0 ? of.kept[unit - 1] : input_within(slot);
+      later += put_off.elements * size;
+      retained += put_off.retained < 0 ? of.kept[unit] - before - put_off.kept * size : put_off.retained * size;
+      const std::int64_t made = unit > 0 ? of.incoming[unit - 1] : crossing(slot.first - 1, slot.second);
+      note(before - counted + later + retained + made + put_off.at_its_end * size);
     }
     end_backward(slot);
     now_ += put_off_[slot] = later;
@@ -222,6 +266,7 @@ class RowMemory {
     for (std::size_t unit = costs.units.size(); unit-- > 0;) {
       if (!costs.runs_backward(unit)) continue;
       open(slot.first, unit);
+      note(activations(slot).in_weights[unit]);
       launch(slot.first, unit);
     }
     now_ -= put_off_[slot];
@@ -257,7 +302,9 @@ class RowMemory {
                         std::count(costs.units[other].writes.begin(), costs.units[other].writes.end(), flat) > 0);
       if (more) continue;
       reductions_.at(stage).launch(flat);
-      if (last) compressed_ += compressed_bytes(costs.flats[flat], layout_.data);
+      if (!last) continue;
+      compressed_ += compressed_bytes(costs.flats[flat], layout_.data);
+      note(rounding_bytes(costs.flats[flat], layout_.data));
     }
   }
   void unshard(int stage) {

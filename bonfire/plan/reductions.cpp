@@ -44,4 +44,12 @@ void Reductions::land_all() {
   while (!flights_.empty()) land();
 }
 
+std::int64_t rounding_bytes(const FlatLayout& flat, const DataParallel& layout) {
+  if (layout.compression != Compression::bf16 && layout.compression != Compression::fp16) return 0;
+  std::int64_t most = 0;
+  for (const auto& region : flat.regions)
+    if (region.trained) most = std::max(most, region.elements / layout.shard * bytes_of(layout.gradient));
+  return most;
+}
+
 }  // namespace bonfire::plan

@@ -50,4 +50,7 @@ class Reductions {
   std::deque<Flight> flights_;
 };
 
+// The most that a reduction over the replicas has for a moment where it rounds gradients: these are divided before.
+std::int64_t rounding_bytes(const FlatLayout& flat, const DataParallel& layout);
+
 }  // namespace bonfire::plan

@@ -144,6 +144,28 @@ TEST_P(GpuActivatedProducts, FollowDoublePrecision) {
   }
 }
 
+// A small slope, and two large factors whose product no number holds.
+TEST(GpuActivatedProducts, LargeFactorsOfSwigluDoNotOverflow) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  if (gpu_info(0).major != 9) GTEST_SKIP() << "they are Hopper's";
+  const auto options = at::TensorOptions(gpu).dtype(at::kBFloat16);
+  constexpr std::int64_t rows = 5000, columns = 1088, inner = 200;
+  constexpr double gate = -20, up = 1e38, d = 100;
+  const Tensor wide = at::cat({at::full({rows, columns}, gate, options), at::full({rows, columns}, up, options)}, 1);
+  Tensor dy = at::zeros({rows, inner}, options), down = at::zeros({inner, columns}, options);
+  dy.select(1, 0).fill_(d);
+  down.select(0, 0).fill_(1);
+  const auto made = activated_product_backward(Activation::swiglu, {.dy = dy, .weight = down, .wide = wide});
+  ASSERT_TRUE(made);
+  const double sigmoid = 1 / (1 + std::exp(-gate));
+  const auto expect = [&](std::int64_t begin, double want) {
+    const Tensor got = made->d.wide.narrow(1, begin, columns).to(at::kDouble);
+    EXPECT_LE((got / want - 1).abs().max().item<double>(), 0x1p-6) << got[0][0].item<double>() << " in place of " << want;
+  };
+  expect(0, sigmoid * (1 + gate * (1 - sigmoid)) * up * d);
+  expect(columns, gate * sigmoid * d);
+}
+
 // Whoever reads what another thread still writes gives other bits now and then: not in a thousand runs.
 TEST_P(GpuActivatedProducts, AThousandRunsGiveEqualBits) {
   const auto& [activation, rows, columns, inner, biased] = GetParam();

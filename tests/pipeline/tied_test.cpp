@@ -2,6 +2,8 @@
 // them, and what cannot be tied is refused on all ranks when the pipeline is made.
 #include <functional>
 #include <map>
+#include <memory>
+#include <mutex>
 #include <string>
 
 #include <gtest/gtest.h>
@@ -181,6 +183,107 @@ TEST(TiedWeights, ThatAreNotThereOrTiedTwiceAreRefused) {
   auto twice = pair_chain(false);
   twice.tied[1].uses[0] = {0, "u0.a"};
   expect_refused(twice, "Chain::tied names 'u0.a' of Unit 0 twice: list all uses of one weight together, each once");
+}
+
+// Between steps: on all stages together, or all ranks hear of it and nothing has happened.
+TEST(TiedWeights, AreFrozenOnAllTheirStages) {
+  struct Way {
+    int ranks, chunks;
+    const char* schedule;
+  };
+  for (const auto& [ranks, chunks, name] : std::vector<Way>{{2, 1, "1f1b"}, {1, 2, "interleaved"}}) {
+    const auto table = schedule::generate(name, {.ranks = ranks, .microbatches = 2, .chunks = chunks});
+    std::vector<std::string> said(static_cast<std::size_t>(ranks));
+    std::map<std::string, at::Tensor> before;
+    std::mutex mutex;
+    run_ranks(ranks, [&](World& world) {
+      Pipeline pipeline(world.mesh({.pipeline = ranks}), pair_chain(true), {.schedule = table});
+      std::map<int, std::unique_ptr<Sgd>> sgd;
+      for (const int stage : pipeline.local_stages())
+        sgd[stage] = std::make_unique<Sgd>(pipeline.engine(stage), SgdOptions{.lr = rate});
+      const auto step = [&](int number) {
+        pipeline.step(batch_of(number, 0));
+        for (auto& [stage, each] : sgd) each->step();
+      };
+      const auto freeze = [&](int stage) {
+        if (sgd.contains(stage))
+          pipeline.module(stage).named_parameters()[fmt::format("u{}.b", stage)].set_requires_grad(false);
+      };
+      step(0);
+      freeze(1);
+      try {
+        step(1);
+      } catch (const ConfigError& error) {
+        said[static_cast<std::size_t>(world.rank())] = error.what();
+      }
+      for (auto& [stage, each] : sgd) {
+        const std::lock_guard lock(mutex);
+        for (const auto& item : pipeline.module(stage).named_parameters())
+          before[item.key()] = item.value().detach().clone();
+      }
+      freeze(0);
+      step(1);
+      for (auto& [stage, each] : sgd)
+        for (const auto& item : pipeline.module(stage).named_parameters()) {
+          const std::lock_guard lock(mutex);
+          EXPECT_EQ(at::equal(item.value(), before.at(item.key())), item.key().ends_with(".b")) << item.key();
+        }
+    });
+    for (const auto& each : said)
+      EXPECT_EQ(each,
+                "'u1.b' of stage 1 is Double [4, 6], frozen; 'u0.b' of stage 0, to which it is tied, is Double [4, 6], "
+                "trained: they must be alike");
+    const auto plain = train_plainly(1, 1);
+    for (const auto& [name_of, value] : before)
+      EXPECT_LT((value - plain.at(name_of.substr(3))).abs().max().item<double>(), 1e-14) << name_of;
+  }
+}
+
+// Four Units in a row: the first two share a weight, and the second shares another with the last.
+Chain crossing_chain() {
+  Chain chain{.units = {"u0", "u1", "u2", "u3"}};
+  chain.build = [](UnitRange range) {
+    auto root = std::make_shared<torch::nn::Module>();
+    std::vector<std::shared_ptr<PairImpl>> pairs;
+    for (int unit = range.begin; unit < range.end; ++unit)
+      pairs.push_back(root->register_module(fmt::format("u{}", unit), std::make_shared<PairImpl>(false)));
+    return StageModule{root, [pairs, range](Tensors values, const Microbatch& microbatch) {
+                         auto x = values[0];
+                         for (const auto& pair : pairs) x = first_half(x, pair->a, pair->b);
+                         return Tensors{range.end == 4 ? (x - microbatch.target[0]).pow(2).mean() : x};
+                       }};
+  };
+  chain.tied = {{{{0, "u0.a"}, {1, "u1.a"}}}, {{{1, "u1.b"}, {3, "u3.b"}}}};
+  return chain;
+}
+
+// Ranks come to the sums of two weights in opposite orders: the first updates its last stage early.
+TEST(TiedWeights, OfDifferentStagesDoNotWaitForEachOther) {
+  const auto batch = std::vector<Microbatch>{{.input = {numbers({3, width}, 1)}, .target = {numbers({3, width}, 2)}}};
+  std::map<std::string, at::Tensor> weights;
+  for (int unit = 0; unit < 4; ++unit) {
+    weights[fmt::format("u{}.a", unit)] = numbers({width, width}, 3).requires_grad_(true);
+    weights[fmt::format("u{}.b", unit)] = numbers({narrow, width}, 50).requires_grad_(true);
+  }
+  weights["u1.a"] = weights["u0.a"];
+  weights["u3.b"] = weights["u1.b"];
+  auto x = batch[0].input[0];
+  for (int unit = 0; unit < 4; ++unit)
+    x = first_half(x, weights[fmt::format("u{}.a", unit)], weights[fmt::format("u{}.b", unit)]);
+  (x - batch[0].target[0]).pow(2).mean().backward();
+  const auto table = schedule::parse_table("0F0 3F0 3B0 3U 0B0 0U\n1F0 2F0 2B0 1B0 1U 2U", "mine.txt");
+  run_ranks(2, [&](World& world) {
+    Pipeline pipeline(world.mesh({.pipeline = 2}), crossing_chain(), {.schedule = table, .schedule_name = "mine.txt"});
+    std::map<int, std::unique_ptr<Sgd>> sgd;
+    for (const int stage : pipeline.local_stages())
+      sgd[stage] = std::make_unique<Sgd>(pipeline.engine(stage), SgdOptions{.lr = rate});
+    pipeline.step(batch, {.update = [&](int stage) { sgd.at(stage)->step(); }});
+    for (const int stage : pipeline.local_stages())
+      for (const auto& item : pipeline.module(stage).named_parameters()) {
+        const auto& weight = weights.at(item.key());
+        EXPECT_LT((item.value() - (weight - rate * weight.grad())).abs().max().item<double>(), 1e-14) << item.key();
+      }
+  });
 }
 
 TEST(TiedWeights, OfOneStageMustBeOneTensor) {

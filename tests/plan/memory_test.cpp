@@ -233,7 +233,11 @@ TEST(Memory, ActivationsFollowBackward) {
   model.units[2].weight_elements = 1000;
   EXPECT_EQ(memory_of(model, layout, {.tokens = 7}).activations, 7 * 4 * (30 + 3 + 5));
   model.units[2].working_beside_weight = 2;
-  EXPECT_EQ(memory_of(model, {.compute = Dtype::bf16}, {.tokens = 7}).activations, 7 * 2 * (30 + 3 + 2) + 2000);
+  EXPECT_EQ(memory_of(model, {.compute = Dtype::bf16}, {.tokens = 7, .on_host = false}).activations,
+            7 * 2 * (30 + 3 + 2) + 2000);
+  // The host widens its factors instead, so many rows at a time.
+  model.units[2].parameters[0].shape = {20, 50};
+  EXPECT_EQ(memory_of(model, {.compute = Dtype::bf16}, {.tokens = 7}).activations, 7 * 2 * (30 + 3 + 2) + 7 * 4 * (20 + 50));
 }
 
 // Units in front of everything that is trained are run without a graph: they keep nothing.
@@ -262,7 +266,7 @@ TEST(Memory, OfTheFirstTrainedUnitCountsWhatFollowsItsFirstTrainedWeight) {
             });
     const DataParallel layout{};
     const auto flats = flats_of(model, layout);
-    return activations_of(model, course_units(model, flats), layout, {.tokens = 1}).kept.back() / 4;
+    return activations_of(model, course_units(model, flats), layout, {.memory = {.tokens = 1}}).kept.back() / 4;
   };
   // Input, q, k, v, the result of attention, the middle, gate and up; rstd twice and a sum for each head.
   const std::int64_t head = 64 + 64 + 100 + 1, block = 64 + 3 * 64 + 64 + 64 + 2 * 96 + 6;

@@ -34,6 +34,8 @@ EngineOptions draw_options(Draw draw, int factor) {
   }
   options.negotiate = draw.chance(10);
   options.broadcast = draw.chance(10);
+  // What is ignored is not sent either.
+  if (options.wrap == Wrap::ignored) options.broadcast = false;
   options.build_scope = draw.chance(15);
   options.debug = draw.chance(10);
   return options;
@@ -91,6 +93,9 @@ EngineCase draw_engine_case(std::uint64_t seed) {
   each.update = draw_update(draw.fork("update"));
   for (int at = 0, events = draw.between(2, 5); at < events; ++at)
     each.script.push_back(draw_event(draw.fork("events").fork(at), at == 0));
+  // Somebody has to throw.
+  for (auto& event : each.script)
+    if (event.act >= Act::throw_forward && each.model.root.calls.empty()) event.act = Act::train;
   if (std::none_of(each.script.begin(), each.script.end(), [](const Event& event) { return event.act == Act::train; }))
     each.script.back().act = Act::train;
   each.look_often = draw.chance(50);

@@ -109,7 +109,8 @@ class Trainee {
       case Act::evaluate: {
         const at::NoGradGuard no_grad;
         const auto output = model_->forward(input_of(each_, here), context_of(each_, here))[0];
-        if (const double away = distance(output, record.outputs[static_cast<std::size_t>(rank_)]); !(away <= tolerance))
+        if (const double away = distance(output, record.outputs[static_cast<std::size_t>(rank_)]);
+            !(away <= record.tolerance))
           throw Mismatch(fmt::format("event {}: an evaluation is {:.1e} of its size away", at, away));
         return;
       }
@@ -148,6 +149,9 @@ class Trainee {
     ended_ = true;
     try {
       engine_->backward(loss);
+      // Where nothing was left to wait for, in the next collective.
+      engine_->check_equal();
+      const auto whole = engine_->full_parameters();
     } catch (const std::exception& error) {
       const std::string words = error.what();
       if (words.find("asked to throw in backward") != std::string::npos) return;
@@ -160,8 +164,10 @@ class Trainee {
 
   void step(int at) {
     const auto result = optimizer_->step(step_options());
-    const double should_be = plain_.events[static_cast<std::size_t>(at)].norm;
-    if (each_.update.clip > 0 && std::abs(result.gradient_norm - should_be) > tolerance * std::max(0.1, should_be))
+    const auto& record = plain_.events[static_cast<std::size_t>(at)];
+    const double should_be = record.norm;
+    if (each_.update.clip > 0 &&
+        !(std::abs(result.gradient_norm - should_be) <= record.tolerance * std::max(0.1, should_be)))
       throw Mismatch(
           fmt::format("event {}: the norm of the gradients is {}, of plain torch {}", at, result.gradient_norm, should_be));
   }
@@ -180,9 +186,9 @@ class Trainee {
   }
 
   void compare_loss(int event, const at::Tensor& loss) {
-    const auto& record = plain_.events[static_cast<std::size_t>(event)].losses[static_cast<std::size_t>(rank_)];
-    const double should_be = record.at(next_loss_++), is = loss.item<double>();
-    if (!(std::abs(is - should_be) <= tolerance * std::max(1.0, std::abs(should_be))))
+    const auto& record = plain_.events[static_cast<std::size_t>(event)];
+    const double should_be = record.losses[static_cast<std::size_t>(rank_)].at(next_loss_++), is = loss.item<double>();
+    if (!(std::abs(is - should_be) <= record.tolerance * std::max(1.0, std::abs(should_be))))
       throw Mismatch(fmt::format("event {}: loss {} is {}, of plain torch {}", event, next_loss_ - 1, is, should_be));
   }
 
@@ -217,12 +223,12 @@ class Trainee {
     const auto whole = engine_->full_parameters();
     double worst = 0;
     std::string where;
-    const auto& weights = plain_.events[static_cast<std::size_t>(at)].weights;
+    const auto& record = plain_.events[static_cast<std::size_t>(at)];
     for (const auto& item : model_->named_parameters()) {
-      const double away = distance(item.value().detach(), weights.at(item.key()));
+      const double away = distance(item.value().detach(), record.weights.at(item.key()));
       if (away > worst) worst = away, where = item.key();
     }
-    if (worst > tolerance)
+    if (worst > record.tolerance)
       throw Mismatch(fmt::format("after event {}: '{}' is {:.1e} of its size away from plain torch", at, where, worst));
   }
 

@@ -33,7 +33,11 @@ struct Holder : torch::nn::Module {};
 
 LayerImpl::LayerImpl(const Layer& layer, Nursery& nursery, const std::string& path) : layer_(layer) {
   const std::int64_t width = nursery.model.width, rows = nursery.model.rows;
-  const auto value = [&](const std::string& key, at::IntArrayRef shape) { return numbers(nursery.random.fork(key), shape); };
+  const auto value = [&](const std::string& key, at::IntArrayRef shape) {
+    const auto values = numbers(nursery.random.fork(key), shape);
+    return nursery.shaken == 0 ? values
+                               : values * (1 + nursery.shaken * numbers(nursery.random.fork(key).fork("shaken"), shape));
+  };
   const auto first = [&](at::IntArrayRef shape) {
     if (layer.tie < 0) return value(path + ".weight", shape);
     auto& tied = nursery.tied[layer.tie];

@@ -30,6 +30,7 @@ struct Nursery {
   Model model{};
   Random random{0};
   bool plain = false;  // for the oracle
+  double shaken = 0;   // by how much of their size values are off
   std::map<int, at::Tensor> tied{};
   std::map<int, std::shared_ptr<class PartImpl>> shared{};
 };

@@ -39,16 +39,10 @@ Chain chain_of(const PipelineCase& each, const PlainPipeline& plain) {
   return chain;
 }
 
-// Where microbatches can be told how much they count.
-template <class Slice>
-void set_weight(Slice& microbatch, double weight) {
-  if constexpr (requires { microbatch.weight = weight; }) microbatch.weight = weight;
-}
-
 std::vector<Microbatch> weighed_batch(const PipelineCase& each, int event, int data_rank) {
   auto batch = batch_of(each, event, data_rank);
   if (each.classes)
-    for (auto& microbatch : batch) set_weight(microbatch, weight_of(each, microbatch));
+    for (auto& microbatch : batch) microbatch.weight = weight_of(each, microbatch);
   return batch;
 }
 
@@ -107,7 +101,7 @@ class PipelineTrainee {
         if (each_.update_in_cells) return;
         const auto result = step();
         if (each_.update.clip > 0 &&
-            !(std::abs(result.gradient_norm - record.norm) <= tolerance * std::max(0.1, record.norm)))
+            !(std::abs(result.gradient_norm - record.norm) <= record.tolerance * std::max(0.1, record.norm)))
           throw Mismatch(fmt::format("event {}: the norm of the gradients is {}, of plain torch {}", at,
                                      result.gradient_norm, record.norm));
         return;
@@ -138,7 +132,7 @@ class PipelineTrainee {
     const auto look = [&](const char* what, double mine, double should_be) {
       const double all = data.sum(each_.classes ? weight : 1);
       const double is = all == 0 ? 0 : data.sum(each_.classes ? mine * weight : mine) / all;
-      if (!(std::abs(is - should_be) <= tolerance * std::max(1.0, std::abs(should_be))))
+      if (!(std::abs(is - should_be) <= record.tolerance * std::max(1.0, std::abs(should_be))))
         throw Mismatch(fmt::format("event {}: the {} is {}, of plain torch {}", at, what, is, should_be));
     };
     look("loss", report.loss, record.loss);
@@ -146,17 +140,17 @@ class PipelineTrainee {
   }
 
   void compare_weights(int at) {
-    const auto& weights = plain_.events[static_cast<std::size_t>(at)].weights;
+    const auto& record = plain_.events[static_cast<std::size_t>(at)];
     double worst = 0;
     std::string where;
     for (const int stage : pipeline_->local_stages()) {
       const auto whole = pipeline_->engine(stage).full_parameters();
       for (const auto& item : pipeline_->module(stage).named_parameters()) {
-        const double away = distance(item.value().detach(), weights.at(item.key()));
+        const double away = distance(item.value().detach(), record.weights.at(item.key()));
         if (away > worst) worst = away, where = item.key();
       }
     }
-    if (worst > tolerance)
+    if (worst > record.tolerance)
       throw Mismatch(fmt::format("after event {}: '{}' is {:.1e} of its size away from plain torch", at, where, worst));
   }
 

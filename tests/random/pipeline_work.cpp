@@ -1,5 +1,7 @@
 #include "tests/random/pipeline_work.h"
 
+#include <cmath>
+
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
@@ -32,8 +34,8 @@ Tensors entropy(const Tensors& values, const at::Tensor& target) {
 
 }  // namespace
 
-RowImpl::RowImpl(const PipelineCase& each, const UnitRange& units, bool plain) : each_(each), units_(units) {
-  Nursery nursery{.model = each.model, .random = Random(each.seed).fork("weights"), .plain = plain};
+RowImpl::RowImpl(const PipelineCase& each, const UnitRange& units, bool plain, double off) : each_(each), units_(units) {
+  Nursery nursery{.model = each.model, .random = Random(each.seed).fork("weights"), .plain = plain, .shaken = off};
   parts_.resize(static_cast<std::size_t>(units.count()));
   for (int at = 0; at < units.count(); ++at) {
     // The oracle may be registered in whatever order it likes.
@@ -101,8 +103,10 @@ void freeze(const PipelineCase& each, torch::nn::Module& module, const PlainPipe
   }
 }
 
-PlainPipeline run_plainly(const PipelineCase& each) {
-  RowImpl model(each, {0, static_cast<int>(each.units.size())}, /*plain=*/true);
+namespace {
+
+PlainPipeline run_once(const PipelineCase& each, double off) {
+  RowImpl model(each, {0, static_cast<int>(each.units.size())}, /*plain=*/true, off);
   PlainPipeline plain{.names = first_names(model)};
   for (const auto& item : model.named_parameters()) plain.trained[item.key()] = item.value().requires_grad();
   PlainOptimizer optimizer(each.update);
@@ -140,6 +144,25 @@ PlainPipeline run_plainly(const PipelineCase& each) {
     plain.events.push_back(std::move(record));
   }
   return plain;
+}
+
+}  // namespace
+
+PlainPipeline run_plainly(const PipelineCase& each) {
+  auto run = run_once(each, 0);
+  const auto off = run_once(each, shaken);
+  double worst = 0;
+  for (std::size_t at = 0; at < run.events.size(); ++at) {
+    auto& record = run.events[at];
+    const auto& other = off.events[at];
+    const auto look = [&](double away) { worst = std::max(worst, std::isfinite(away) ? away : 0); };
+    look(distance(other.weights, record.weights));
+    look(std::abs(other.norm - record.norm) / std::max(0.1, record.norm));
+    look(std::abs(other.loss - record.loss) / std::max(1.0, std::abs(record.loss)));
+    look(std::abs(other.report - record.report) / std::max(1.0, std::abs(record.report)));
+    record.tolerance = std::max(least_tolerance, times_shaken * worst);
+  }
+  return run;
 }
 
 }  // namespace bonfire::cases

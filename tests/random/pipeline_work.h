@@ -15,7 +15,7 @@ namespace bonfire::cases {
 // Units in a row as one module. Each is "u" and its number.
 class RowImpl : public torch::nn::Module {
  public:
-  RowImpl(const PipelineCase& each, const UnitRange& units, bool plain);
+  RowImpl(const PipelineCase& each, const UnitRange& units, bool plain, double off = 0);
   // The last one returns the mean loss of the samples, and behind it a number to report.
   Tensors forward(Tensors values, const Microbatch& microbatch);
 
@@ -34,6 +34,7 @@ struct PipelineRecord {
   std::vector<double> weights_of_ranks;
   double norm = 0;
   Weights weights;  // afterwards
+  double tolerance = 0;
 };
 struct PlainPipeline {
   std::vector<PipelineRecord> events;

@@ -59,8 +59,8 @@ namespace {
 
 class Oracle {
  public:
-  explicit Oracle(const EngineCase& each) : each_(each), optimizer_(each.update) {
-    Nursery nursery{.model = each.model, .random = Random(each.seed).fork("weights"), .plain = true};
+  Oracle(const EngineCase& each, double off) : each_(each), optimizer_(each.update) {
+    Nursery nursery{.model = each.model, .random = Random(each.seed).fork("weights"), .plain = true, .shaken = off};
     model_ = make_part(each.model.root, nursery, "");
     names_ = first_names(*model_);
     for (const auto& item : model_->named_parameters()) built_[item.key()] = item.value().requires_grad();
@@ -158,7 +158,33 @@ class Oracle {
 
 }  // namespace
 
-PlainRun run_plainly(const EngineCase& each) { return Oracle(each).run(); }
+PlainRun run_plainly(const EngineCase& each) {
+  auto run = Oracle(each, 0).run();
+  const auto off = Oracle(each, shaken).run();
+  double worst = 0;
+  for (std::size_t at = 0; at < run.events.size(); ++at) {
+    auto& record = run.events[at];
+    const auto& other = off.events[at];
+    const auto look = [&](double away) { worst = std::max(worst, std::isfinite(away) ? away : 0); };
+    look(distance(other.weights, record.weights));
+    look(std::abs(other.norm - record.norm) / std::max(0.1, record.norm));
+    for (std::size_t rank = 0; rank < record.losses.size(); ++rank)
+      for (std::size_t loss = 0; loss < record.losses[rank].size(); ++loss) {
+        const double should_be = record.losses[rank][loss];
+        look(std::abs(other.losses[rank][loss] - should_be) / std::max(1.0, std::abs(should_be)));
+      }
+    for (std::size_t rank = 0; rank < record.outputs.size(); ++rank)
+      look(distance(other.outputs[rank], record.outputs[rank]));
+    record.tolerance = std::max(least_tolerance, times_shaken * worst);
+  }
+  return run;
+}
+
+double distance(const Weights& are, const Weights& should_be) {
+  double worst = 0;
+  for (const auto& [name, value] : should_be) worst = std::max(worst, distance(are.at(name), value));
+  return worst;
+}
 
 double distance(const at::Tensor& is, const at::Tensor& should_be) {
   if (is.sizes() != should_be.sizes()) return std::numeric_limits<double>::infinity();

@@ -37,6 +37,7 @@ struct EventRecord {
   std::vector<at::Tensor> outputs;          // by rank, of evaluations
   double norm = std::numeric_limits<double>::quiet_NaN();
   Weights weights;  // afterwards, by name
+  double tolerance = 0;
 };
 
 struct PlainRun {
@@ -49,6 +50,10 @@ PlainRun run_plainly(const EngineCase& each);
 
 // By how much a tensor is away from what it should be, as a part of its size; values begin between 0.1 and 0.5.
 double distance(const at::Tensor& is, const at::Tensor& should_be);
-inline constexpr double tolerance = 1e-12;
+double distance(const Weights& are, const Weights& should_be);
+
+// Each run is compared to this, or to so many times what the oracle makes of weights that are off by a few units in the last
+// place: some cases are such that any rounding grows.
+inline constexpr double least_tolerance = 1e-12, shaken = 1e-14, times_shaken = 30;
 
 }  // namespace bonfire::cases

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
 
 #include <ATen/ATen.h>
@@ -140,8 +141,8 @@ Tensor magnitudes(at::ScalarType type) {
   return at::tensor(all, at::kDouble).to(type);
 }
 
-void expect_elements(const Tensor& got, const Tensor& x, Number (*want_of)(Number), const KernelCheck& check,
-                     const char* what) {
+void expect_elements(const Tensor& got, const Tensor& x, const std::function<Number(Number)>& want_of,
+                     const KernelCheck& check, const char* what) {
   const Tensor values = got.detach().to(at::kCPU, at::kDouble).flatten(), at = x.to(at::kCPU, at::kDouble).flatten();
   const Number largest = check.type == at::kDouble  ? std::numeric_limits<double>::max()
                          : check.type == at::kFloat ? std::numeric_limits<float>::max()
@@ -184,6 +185,21 @@ void expect_activations_right_everywhere(const KernelCheck& check) {
   const Tensor d = at::ones_like(x).view({1, -1}), row = x.view({1, -1});
   const auto gradient = activate_backward(Activation::gelu, d, row);
   expect_elements(gradient.wide, x, gelu_slope, check, "gelu's slope, with sums");
+  // Two large factors and a small one.
+  const Tensor gates = at::arange(-30.0, -10.0, at::kDouble).to(check.device, check.type);
+  const double large = check.type == at::kDouble ? 1e308 : check.type == at::kHalf ? 3e4 : 1e38;
+  for (const auto& [up, d_out] : {std::pair{large, 100.0}, {100.0, large}}) {
+    const Tensor ups = at::full_like(gates, up), both = at::cat({gates, ups}).set_requires_grad(true);
+    // As they are in this type.
+    const Number factor = ups[0].item<double>(), given = at::full_like(gates, d_out)[0].item<double>();
+    bonfire::swiglu(both).backward(at::full_like(gates, d_out));
+    expect_elements(
+        both.grad().narrow(0, 0, gates.numel()), gates, [&](Number x) { return silu_slope(x) * factor * given; }, check,
+        "silu's slope times large factors");
+    expect_elements(
+        both.grad().narrow(0, gates.numel(), gates.numel()), gates, [&](Number x) { return silu(x) * given; }, check,
+        "silu times a large factor");
+  }
 }
 
 void expect_ignored_targets_give_nothing(const KernelCheck& check) {
