@@ -20,7 +20,7 @@
 
 #include <fmt/ranges.h>
 
-#include "bonfire/base/error.h"
+#include "bonfire/base/system_error.h"
 
 namespace bonfire {
 namespace {
@@ -78,7 +78,7 @@ struct Interface {
 
 std::vector<Interface> interfaces() {
   ifaddrs* list = nullptr;
-  require(getifaddrs(&list) == 0, "cannot list the network interfaces: {}", std::strerror(errno));
+  require_system(getifaddrs(&list) == 0, "cannot list the network interfaces");
   const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, freeifaddrs);
   std::vector<Interface> found;
   for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
@@ -177,8 +177,7 @@ Socket listen_on(const Endpoint& endpoint) {
 Endpoint endpoint_of(const Socket& listener) {
   sockaddr_storage address{};
   socklen_t length = sizeof address;
-  require(getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&address), &length) == 0, "a socket has no address: {}",
-          std::strerror(errno));
+  require_system(getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&address), &length) == 0, "a socket has no address");
   const in_port_t port = address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
                                                        : reinterpret_cast<sockaddr_in*>(&address)->sin_port;
   return {numeric(reinterpret_cast<sockaddr*>(&address), length), ntohs(port)};
