@@ -226,6 +226,12 @@ class RowMemory {
     return of.in_backward[unit] - (last ? of.incoming[unit] : 0) - input_within(slot) - kept(slot);
   }
 
+  // The same when its backward has ended.
+  std::int64_t behind_unit(const Slot& slot, std::size_t unit) {
+    const auto& of = activations(slot);
+    return (unit > 0 ? of.kept[unit - 1] + of.incoming[unit - 1] - input_within(slot) : 0) - kept(slot);
+  }
+
   void backward(const Slot& slot) {
     const auto& costs = stages_.at(slot.first);
     begin_backward(slot);
@@ -233,7 +239,7 @@ class RowMemory {
       if (!costs.runs_backward(unit)) continue;
       open(slot.first, unit);
       note(at_unit(slot, unit));
-      launch(slot.first, unit);
+      launch(slot.first, unit, behind_unit(slot, unit));
     }
     end_backward(slot);
     hand_on(slot);
@@ -267,7 +273,7 @@ class RowMemory {
       if (!costs.runs_backward(unit)) continue;
       open(slot.first, unit);
       note(activations(slot).in_weights[unit]);
-      launch(slot.first, unit);
+      launch(slot.first, unit, 0);
     }
     now_ -= put_off_[slot];
   }
@@ -290,7 +296,8 @@ class RowMemory {
   void open(int stage, std::size_t unit) {
     for (const std::size_t flat : stages_.at(stage).units[unit].writes) reductions_.at(stage).open(flat);
   }
-  void launch(int stage, std::size_t unit) {
+  // Beside what `now_` counts there is so much.
+  void launch(int stage, std::size_t unit, std::int64_t beside) {
     const auto& costs = stages_.at(stage);
     const auto [reduced, last] = reduces(stage);
     if (!reduced) return;
@@ -304,7 +311,7 @@ class RowMemory {
       reductions_.at(stage).launch(flat);
       if (!last) continue;
       compressed_ += compressed_bytes(costs.flats[flat], layout_.data);
-      note(rounding_bytes(costs.flats[flat], layout_.data));
+      note(beside + rounding_bytes(costs.flats[flat], layout_.data));
     }
   }
   void unshard(int stage) {

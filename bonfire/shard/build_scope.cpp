@@ -31,6 +31,15 @@ void collect(torch::nn::Module& module, const std::string& path, Without without
   }
 }
 
+// The Units inside `module`, innermost first.
+template <class Visit>
+void each_unit_inside(torch::nn::Module& module, const Visit& visit) {
+  for (const auto& child : module.named_children()) {
+    each_unit_inside(*child.value(), visit);
+    if (UnitSeam* const unit = unit_of(*child.value(), module)) visit(*unit);
+  }
+}
+
 }  // namespace
 
 std::optional<std::size_t> PreparedUnit::segment(const at::Tensor& parameter) const {
@@ -51,14 +60,35 @@ Build::Build(const Mesh& mesh, const ShardOptions& options, InitUnit init)
 }
 
 void Build::constructed(UnitSeam& unit) {
-  if (init_) {
-    const at::NoGradGuard no_grad;
-    BuiltUnit built{.number = built_++, .type = unit.type_name(), .parameters = {}};
-    collect(unit.module(), "", Without::units, built.parameters);
-    init_(built);
-  }
+  numbers_[&unit] = built_++;
+  // Those inside it may have got parameters after they were constructed, as a Sequential does to which children are pushed.
+  each_unit_inside(unit.module(), [this](UnitSeam& inner) { initialize(inner, /*again=*/true); });
+  initialize(unit, /*again=*/false);
   // Later it could not be moved any more.
   if (const auto device = settings_.mesh.group(Axis::data).state().device; !device.is_cpu()) unit.module().to(device);
+  each_unit_inside(unit.module(), [this](UnitSeam& inner) { prepare(inner); });
+  prepare(unit);
+}
+
+Build::Known& Build::known(const at::Tensor& parameter) {
+  auto* const tensor = parameter.unsafeGetTensorImpl();
+  return known_.try_emplace(tensor, Known{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr())})
+      .first->second;
+}
+
+void Build::initialize(UnitSeam& unit, bool again) {
+  // Units from before the scope have their values.
+  if (!init_ || !numbers_.contains(&unit)) return;
+  const at::NoGradGuard no_grad;
+  BuiltUnit built{.number = numbers_.at(&unit), .type = unit.type_name(), .parameters = {}};
+  collect(unit.module(), "", Without::units, built.parameters);
+  std::erase_if(built.parameters,
+                [this](const NamedTensor& one) { return std::exchange(known(one.tensor).initialized, true); });
+  if (!again || !built.parameters.empty()) init_(built);
+}
+
+void Build::prepare(UnitSeam& unit) {
+  if (unit.prepared() || !numbers_.contains(&unit)) return;
   const auto& wrapping = settings_.options.wrapping;
   const auto& types = wrapping.types;
   const bool chosen = types.empty() || std::find(types.begin(), types.end(), unit.type_name()) != types.end();
@@ -69,12 +99,13 @@ void Build::constructed(UnitSeam& unit) {
   for (const auto& [name, tensor] : tensors) elements += tensor.numel();
   if (tensors.empty() || elements < wrapping.min_parameters) return;
   for (const auto& [name, tensor] : tensors) {
-    const auto [owner, fresh] = owners_.try_emplace(tensor.unsafeGetTensorImpl(), unit.type_name());
+    auto& owner = known(tensor).owner;
     require(
-        fresh,
+        owner.empty(),
         "parameter '{}' of Unit {} belongs to a Unit {} that was built before: in a build scope register a tied parameter "
         "in the Unit around both",
-        name, unit.type_name(), owner->second);
+        name, unit.type_name(), owner);
+    owner = unit.type_name();
   }
 
   const Group& all = settings_.mesh.group(Axis::data);

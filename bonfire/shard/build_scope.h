@@ -51,11 +51,22 @@ class BONFIRE_API Build final : private UnitObserver {
 
  private:
   void constructed(UnitSeam& unit) override;
+  void initialize(UnitSeam& unit, bool again);
+  void prepare(UnitSeam& unit);
 
   ShardSettings settings_;
   InitUnit init_;
+  // What is known of a parameter. One that is gone is not mistaken for another in its place.
+  struct Known {
+    c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
+    bool initialized = false;
+    std::string owner{};  // the type of the Unit that took it
+  };
+  Known& known(const at::Tensor& parameter);
+
   std::int64_t built_ = 0;
-  std::unordered_map<const c10::TensorImpl*, std::string> owners_;  // the type of the Unit that took a parameter
+  std::unordered_map<const UnitSeam*, std::int64_t> numbers_;
+  std::unordered_map<const c10::TensorImpl*, Known> known_;
   ObserveUnits observing_;
 };
 

@@ -30,7 +30,11 @@ void Engine::State::begin_backward(bool is_last) {
 
 void Engine::State::begin_backward(const GradientPass& pass) {
   if (!residency && !options.driven) follow_freezing();
-  require(gradients != Gradients::whole || settings.gradients_readable(),
+  require_unwritten();
+  const bool unused = gradients == Gradients::whole && !settings.gradients_readable();
+  // Others may still need this rank for their forward before they are told the same.
+  if (unused) meet();
+  require(!unused,
           "a second Engine::backward before the gradients of the first were used: with {} sharded, call Engine::accumulate "
           "for all microbatches but the last, and {}",
           plan::name_of(options.what), use_our_optimizers);
@@ -93,9 +97,10 @@ void Engine::State::arrive(Parameter& parameter, const at::Tensor& tensor) {
     if (!same_memory(gradient, home)) flat.written(parameter.segment) ? home.add_(gradient) : home.copy_(gradient);
     flat.set_written(parameter.segment, true);
   }
-  // Where the buffer stays, later microbatches add to it in place.
-  const bool stays = flat.keeps_whole_gradients() && flat.written(parameter.segment) && tensor.is_same(parameter.tensor);
-  tensor.mutable_grad() = stays ? flat.gradient_view(parameter.segment) : at::Tensor();
+  // Where the buffer stays, later microbatches add to it in place. It is the first name's, whichever of them was used.
+  const bool stays = flat.keeps_whole_gradients() && flat.written(parameter.segment);
+  tensor.mutable_grad().reset();
+  parameter.tensor.mutable_grad() = stays ? flat.gradient_view(parameter.segment) : at::Tensor();
   if (++parameter.arrived != 1 + parameter.tied.size() || !reducing) return;
   if (--missing_in_group[parameter.group] == 0) finished_groups.push_back(parameter.group);
   if (--missing[parameter.flat] == 0) launch_ready();
@@ -257,8 +262,11 @@ void Engine::spend_gradients(const GradientUse& use) {
 
 void Engine::require_gradients() const {
   using Gradients = State::Gradients;
+  state_->meet();
   switch (state_->gradients) {
-    case Gradients::whole: return;
+    case Gradients::whole:
+      if (state_->residency && state_->seams_gather()) state_->residency->before_update();
+      return;
     case Gradients::none: fail("an update before any backward: call engine.backward(loss) first");
     case Gradients::partial:
       fail(
@@ -320,6 +328,25 @@ void Engine::abandon_step() {
   forget_uses();
 }
 
+void Engine::State::meet() const {
+  if (residency && seams_gather()) residency->meet();
+}
+
+// Of each flat parameter, whether some rank has to gather it. Collective.
+std::vector<bool> Engine::State::out_somewhere() const {
+  std::vector<bool> out;
+  for (const auto& flat : flats) out.push_back(!flat->present());
+  // Between passes, and where a schedule says what is in, ranks hold the same.
+  if (!seams_gather() || !residency->meet()) return out;
+  auto seen = at::zeros({static_cast<std::int64_t>(flats.size())}, at::kFloat);
+  for (std::size_t at = 0; at < flats.size(); ++at) seen.data_ptr<float>()[at] = flats[at]->present() ? 0 : 1;
+  seen = seen.to(pool.device());
+  mesh.group(Axis::shard).all_reduce(seen, Reduce::max).wait();
+  seen = seen.cpu();
+  for (std::size_t at = 0; at < flats.size(); ++at) out[at] = seen.data_ptr<float>()[at] > 0;
+  return out;
+}
+
 struct Engine::FullParameters::Stay {
   explicit Stay(std::shared_ptr<State> of) : state(std::move(of)), pool(state->pool.device()) {}
   // Also where the scope could not begin, because memory ran out halfway.
@@ -346,6 +373,7 @@ Engine::FullParameters::FullParameters(FullParameters&&) noexcept = default;
 Engine::FullParameters::~FullParameters() {
   if (!stay_ || !stay_->write) return;
   for (auto* flat : stay_->pinned) flat->take_values();
+  stay_->state->note_writes();
 }
 
 Engine::FullParameters Engine::full_parameters(bool write) {
@@ -356,9 +384,16 @@ Engine::FullParameters Engine::full_parameters(bool write) {
               "update; change it before shard()",
               segment.name);
   auto stay = std::make_unique<FullParameters::Stay>(state_);
-  for (auto& flat : state_->flats) {
-    if (!flat->present()) stay->came.push_back(flat.get());
-    flat->bring_in(stay->pool, {.group = state_->mesh.gathers()});
+  const auto out = state_->out_somewhere();
+  for (std::size_t at = 0; at < state_->flats.size(); ++at) {
+    auto& flat = state_->flats[at];
+    const FlatParameter::Source source{.group = state_->mesh.gathers()};
+    if (!flat->present()) {
+      stay->came.push_back(flat.get());
+      flat->bring_in(stay->pool, source);
+    } else if (out[at]) {
+      flat->take_part(stay->pool, source);
+    }
     flat->pin();
     stay->pinned.push_back(flat.get());
   }
@@ -369,6 +404,7 @@ Engine::FullParameters Engine::full_parameters(bool write) {
 
 void Engine::release() {
   auto& state = *state_;
+  state.meet();
   for (auto& flat : state.flats) {
     flat->require_intact();
     require(!flat->pinned(), "Engine::release inside of Engine::full_parameters: end that scope first");
@@ -379,12 +415,13 @@ void Engine::release() {
   }
   for (auto& parameter : state.parameters) {
     parameter.carried.reset();
-    for (auto& tied : parameter.tied) tied.set_data(parameter.tensor.detach());
+    parameter.tell_tied();
   }
   state_.reset();
 }
 
 void Engine::check_equal() const {
+  state_->meet();
   std::vector<NamedTensor> held;
   for (const auto& flat : state_->flats)
     for (const auto& segment : flat->layout().segments) {

@@ -203,6 +203,7 @@ void Engine::State::install(torch::nn::Module& module) {
   }
 
   ResidencyOptions how{.gathers = mesh.gathers(),
+                       .meetings = mesh.group(Axis::shard),
                        .free_after_forward = options.reshard_after_forward.free && options.reshard_after_forward.ranks != 1,
                        .prefetch = options.prefetch,
                        .prefetch_before_reduction = options.backward_prefetch == BackwardPrefetch::before_reduction,
@@ -278,6 +279,7 @@ void Engine::State::lay_out(const std::vector<std::size_t>& order_of_groups) {
   reduction->reset();
   tell_residency();
   tell_scales();
+  note_writes();
   ++version;
 }
 
@@ -304,8 +306,7 @@ std::unique_ptr<FlatParameter> Engine::State::make_flat(plan::FlatLayout layout,
   std::vector<at::Tensor> tensors;
   for (const std::size_t index : indices) tensors.push_back(parameters[index].tensor);
   auto flat = std::make_unique<FlatParameter>(std::move(layout), std::move(tensors), settings.flat_options());
-  for (const std::size_t index : indices)
-    for (auto& tied : parameters[index].tied) tied.set_data(parameters[index].tensor.detach());
+  for (const std::size_t index : indices) parameters[index].tell_tied();
   const at::NoGradGuard no_grad;
   for (std::size_t segment = 0; segment < indices.size(); ++segment) {
     auto& parameter = parameters[indices[segment]];
@@ -361,6 +362,35 @@ void Engine::State::dissolve(const FlatParameter& flat) {
 void Engine::State::tell_scales() {
   for (auto& parameter : parameters)
     if (parameter.known_scales) parameter.known_scales->inverse = flats[parameter.flat]->inverse_scales(parameter.segment);
+}
+
+// Whatever the engine changes, a flat parameter counts, and so does autograd.
+std::int64_t Engine::State::writes_of_others(const Parameter& parameter) const {
+  return static_cast<std::int64_t>(parameter.tensor._version()) - flats[parameter.flat]->generation();
+}
+
+void Engine::State::note_writes() {
+  for (auto& parameter : parameters) {
+    const auto& flat = *flats[parameter.flat];
+    const auto region = flat.layout().segments[parameter.segment].region;
+    parameter.copied = !parameter.tensor.is_inference() &&
+                       std::any_of(flat.trained().begin(), flat.trained().end(),
+                                   [&](const auto& share) { return share.region == region && share.master_apart(); });
+    if (parameter.copied) parameter.writes = writes_of_others(parameter);
+  }
+}
+
+void Engine::State::require_unwritten() const {
+  for (const auto& parameter : parameters) {
+    if (!parameter.copied || flats[parameter.flat]->pinned() || parameter.writes == writes_of_others(parameter)) continue;
+    meet();
+    fail(
+        "parameter '{}' was written to: forward reads it as {}, a copy of the {} that are trained, and those did not "
+        "change; "
+        "update with an optimizer of Bonfire's (AdamW, Adam, Sgd) in place of torch::optim, and change values inside of "
+        "Engine::full_parameters(/*write=*/true)",
+        parameter.name, c10::toString(parameter.compute), c10::toString(parameter.master));
+  }
 }
 
 void Engine::State::tell_residency() {

@@ -52,7 +52,14 @@ struct Engine::State {
     std::shared_ptr<FlatSink> sink{};   // of layers that can use one
     std::vector<at::Tensor> tied{};     // other tensors of the module over the same memory
     at::Tensor carried{};               // a gradient on its way to another flat buffer
+    // Forward reads a copy of what is updated, and so often had somebody else written to it when the two were alike.
+    bool copied = false;
+    std::int64_t writes = 0;
 
+    // The others have this one's memory.
+    void tell_tied() {
+      for (auto& other : tied) other.set_data(tensor.detach());
+    }
     std::vector<at::Tensor> all() const {
       std::vector<at::Tensor> tensors{tensor};
       tensors.insert(tensors.end(), tied.begin(), tied.end());
@@ -75,6 +82,10 @@ struct Engine::State {
   void dissolve(const FlatParameter& flat);
   void tell_residency();
   void tell_scales();
+  // Copies are what is updated now. From then on nobody but the engine may write to them.
+  void note_writes();
+  void require_unwritten() const;
+  std::int64_t writes_of_others(const Parameter& parameter) const;
   std::vector<std::size_t> likely_order() const;
   void follow_freezing();
   void learn_order();
@@ -95,6 +106,9 @@ struct Engine::State {
   void abandon_backward(const std::string& words);
   void end_step();
   void broadcast_buffers();
+  // Ranks may have run different Units since the last backward: all come to the same place. Collective.
+  void meet() const;
+  std::vector<bool> out_somewhere() const;
   // Averages are over the ranks that had data.
   void scale_gradients();
 

@@ -267,10 +267,31 @@ void Residency::leave_out(const FlatParameter& flat) {
   std::size_t end = next_;
   for (std::size_t at = next_; at < entries.size(); ++at)
     if (units_[entries[at].unit].home.flat == &flat) end = at + 1;
+  catch_up(end);
+}
+
+// Issues what is before this place of the course, and keeps what this rank will need.
+void Residency::catch_up(std::size_t end) {
   while (next_ < end) {
-    const auto& at = units_[entries[next_].unit];
+    const auto& at = units_[course_->entries[next_].unit];
     at.active > 0 || expects_backward(*at.home.flat) ? issue_next() : pass_by_next();
   }
+}
+
+bool Residency::meet() {
+  if (pass_ == Pass::none || !gathers_) return false;
+  if (following())
+    catch_up(static_cast<std::size_t>(options_.meetings.max(static_cast<double>(next_))));
+  else
+    negotiate(-1);
+  return true;
+}
+
+void Residency::before_update() {
+  if (!meet()) return;
+  for (auto& unit : units_)
+    if (unit.home.flat) unit.home.flat->await();
+  clear_pass();
 }
 
 void Residency::need(std::size_t unit) {

@@ -22,6 +22,7 @@ namespace bonfire {
 
 struct ResidencyOptions {
   Group gathers{};
+  Group meetings{};             // the same ranks, over another communicator
   std::optional<Group> kept{};  // among whom a Unit is gathered again in backward, where that is a smaller group
   bool free_after_forward = true;
   int prefetch = 2;
@@ -74,6 +75,12 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
   void leave_out(const FlatParameter& flat);
   // Backward has ended, or a rank has nothing to run: takes part in what other ranks still gather in this pass.
   void end_pass();
+  // All ranks come to the same place outside of their passes: takes part in what others gather on their way there. Returns
+  // whether a pass is under way, so that they may hold different Units. Collective.
+  bool meet();
+  // The parameters are about to change: what was gathered of them goes, and so does a pass that is under way, because nobody
+  // differentiates its forwards. Collective.
+  void before_update();
   // Something threw: the pass is over on this rank.
   void abandon_pass();
   // Ranks were seen to run different Units at the same time: those that are ahead must not wait for the others.
@@ -116,6 +123,7 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
   void look_ahead();
   void issue_next();
   void pass_by_next();
+  void catch_up(std::size_t end);
   void need(std::size_t unit);
   void warn_of_order(std::size_t needed, std::size_t turn);
   void negotiate(std::ptrdiff_t wanted);

@@ -117,6 +117,14 @@ Verdict verdict_of(const EngineCase& each) {
   if (options.wrap == Wrap::types && !has_mark(root, Mark::beta)) return Verdict::refused;
   if (each.comes_and_goes() && root.mark == Mark::plain) return Verdict::refused;
   if (is_strange(root)) return Verdict::either;
+  // What ranks that have run different Units throw ends the run.
+  const auto parts = parts_of(root);
+  const bool apart = std::any_of(parts.begin(), parts.end(), [](const Part* part) {
+    return std::any_of(part->calls.begin(), part->calls.end(),
+                       [](const Call& call) { return call.when == When::odd_ranks; });
+  });
+  const auto throws = [](const Event& event) { return event.act >= Act::throw_forward; };
+  if (apart && std::any_of(each.script.begin(), each.script.end(), throws)) return Verdict::either;
   // Freezing is refused between a forward with gradients and its backward, and nobody tells that none will come.
   const auto any = [&](auto&& is) { return std::any_of(each.script.begin(), each.script.end(), is); };
   if (any([](const Event& event) { return event.act == Act::drop; }) &&

@@ -25,13 +25,14 @@ bool is_timeout(const std::string& message);
 std::string run_and_judge(int ranks, const std::function<std::string(World&)>& body);
 
 // One rank's result: `begin` makes a trainee, whose run() throws a Mismatch where something is wrong.
+inline constexpr const char* refused = "refused";
 template <class Trainee>
 std::string judge(Verdict verdict, const char* what, const std::function<void(std::optional<Trainee>&)>& begin) {
   std::optional<Trainee> trainee;
   try {
     begin(trainee);
   } catch (const std::exception& error) {
-    if (verdict != Verdict::works && !is_timeout(error.what())) return "";
+    if (verdict != Verdict::works && !is_timeout(error.what())) return refused;
     return std::string(what) + " threw: " + first_line(error.what());
   }
   if (verdict == Verdict::refused) return std::string(what) + " accepted what it must refuse";
@@ -40,7 +41,7 @@ std::string judge(Verdict verdict, const char* what, const std::function<void(st
   } catch (const Mismatch& wrong) {
     return wrong.what();
   } catch (const std::exception& error) {
-    if (verdict == Verdict::either && !is_timeout(error.what())) return "";
+    if (verdict == Verdict::either && !is_timeout(error.what())) return refused;
     return "threw: " + first_line(error.what());
   }
   return "";

@@ -211,6 +211,47 @@ TEST(BuildScope, UnitsAreInitialisedByTheUsersFunction) {
     });
 }
 
+// A Unit that holds a sequence, which is a Unit as well and gets its children one by one.
+struct FilledImpl : torch::nn::Module {
+  FilledImpl() : own(register_module("own", torch::nn::Linear(6, 6))) {
+    for (int at = 0; at < 2; ++at) sequence->push_back(torch::nn::Linear(6, 6));
+    register_module("sequence", sequence);
+  }
+  at::Tensor forward(const at::Tensor& x) { return own->forward(sequence->forward(x)); }
+  torch::nn::Linear own;
+  UnitSequential sequence{std::make_shared<UnitSequential::Impl>()};
+};
+BONFIRE_UNIT(Filled);
+
+TEST(BuildScope, UnitsMayBeFilledAfterTheyWereConstructed) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh({.shard = 2});
+    for (const ShardOptions& options : {ShardOptions{.what = Sharded::parameters},
+                                        ShardOptions{.what = Sharded::parameters, .wrapping = {.min_parameters = 100}}}) {
+      std::map<std::string, int> calls;  // of each parameter, with the number of its Unit
+      std::optional<Build> scope(std::in_place, mesh, options, [&](const BuiltUnit& unit) {
+        for (const auto& [name, tensor] : unit.parameters) {
+          ++calls[fmt::format("{} {}", unit.number, name)];
+          tensor.fill_(static_cast<double>(unit.number + 1));
+        }
+      });
+      Filled net;
+      scope.reset();
+      EXPECT_EQ(calls, (std::map<std::string, int>{{"0 0.weight", 1},
+                                                   {"0 0.bias", 1},
+                                                   {"0 1.weight", 1},
+                                                   {"0 1.bias", 1},
+                                                   {"1 own.weight", 1},
+                                                   {"1 own.bias", 1}}));
+      for (const auto& parameter : net->parameters()) EXPECT_FALSE(has_memory(parameter));
+      Engine engine = shard(mesh, net, options);
+      const auto whole = engine.full_parameters();
+      for (const auto& item : net->named_parameters())
+        EXPECT_TRUE(item.value().eq(item.key().starts_with("own") ? 2 : 1).all().item<bool>()) << item.key();
+    }
+  });
+}
+
 TEST(BuildScope, WhereARankHoldsTheWholeModelNothingHappens) {
   const auto& spec = tiny_models()[0].spec;
   for (const auto what : {Sharded::optimizer, Sharded::gradients}) {

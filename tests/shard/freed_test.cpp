@@ -7,8 +7,8 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/shard/freed_storage.h"
+#include "tests/shard/mistakes.h"
 #include "tests/shard/plain.h"
-#include "tests/shard/twins.h"
 
 namespace bonfire {
 namespace {
@@ -18,33 +18,14 @@ using testing::Cell;
 using testing::cells;
 using testing::Chain;
 using testing::chain_input;
+using testing::expect_words;
 using testing::gathering_cells;
 using testing::initialise;
+using testing::loss_of;
+using testing::message_of;
 using testing::numbers;
 using testing::run_ranks;
-
-template <class Body>
-std::string message_of(const Body& body) {
-  try {
-    body();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
-void expect_words(const std::string& message, const std::vector<std::string>& words) {
-  for (const auto& word : words) EXPECT_NE(message.find(word), std::string::npos) << "expected: " << word << "\n" << message;
-  EXPECT_EQ(message.find('\n'), std::string::npos) << message;
-}
-
-Engine shard_chain(const World& world, const Cell& cell, Chain& net, const ShardOptions& options = {}) {
-  return shard(world.mesh({.replicate = world.size() / cell.factor, .shard = cell.factor}), net, cell.options(options));
-}
-
-at::Tensor loss_of(Chain& net, int step = 0) { return net->forward(chain_input(0, step), {0, 1, 2}).pow(2).mean(); }
+using testing::shard_chain;
 
 // Whatever reads a parameter, before the first step and between steps.
 TEST(Freed, ParametersCannotBeRead) {
@@ -174,6 +155,47 @@ TEST(Freed, AnOptimizerOfTorchsIsNoticed) {
         EXPECT_EQ(said, "");
       else
         expect_words(said, {"the gradients of the last Engine::backward were not used", "torch::optim finds no gradients"});
+    }
+  });
+}
+
+// Copies that forward reads, rounded: whoever writes to them changes nothing that is trained.
+TEST(TorchOptimizers, DoNotTrainRoundedCopies) {
+  run_ranks(2, [](World& world) {
+    for (const int shard_ranks : {1, 2}) {
+      Chain net(3);
+      initialise(*net, at::kFloat);
+      Engine engine = shard(world.mesh({.replicate = 2 / shard_ranks, .shard = shard_ranks}), net,
+                            {.what = shard_ranks > 1 ? Sharded::optimizer : Sharded::none,
+                             .precision = {.parameters = at::kBFloat16},
+                             .log = Log::silent()});
+      Sgd ours(engine, {.lr = 0.1});
+      const auto loss = [&] { return net->forward(chain_input(0, 0).to(at::kFloat), {0, 1, 2}).pow(2).mean(); };
+      const auto values = [&] {
+        const auto whole = engine.full_parameters();
+        return net->head->weight.detach().clone();
+      };
+      // Ours, and changes that are announced.
+      for (int step = 0; step < 2; ++step) {
+        engine.backward(loss());
+        ours.step();
+        const auto before = values();
+        {
+          const auto whole = engine.full_parameters(/*write=*/true);
+          const at::NoGradGuard no_grad;
+          net->head->weight.mul_(0.5);
+        }
+        EXPECT_TRUE(values().equal(before * 0.5));
+      }
+      engine.backward(loss());
+      {
+        const at::NoGradGuard no_grad;
+        net->head->weight.sub_(0.5);  // as torch::optim does
+      }
+      engine.spend_gradients();
+      expect_words(message_of([&] { engine.backward(loss()); }),
+                   {"parameter 'head.weight' was written to: forward reads it as BFloat16, a copy of the Float",
+                    "in place of torch::optim", "Engine::full_parameters"});
     }
   });
 }

@@ -3,8 +3,8 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/nn/sequential.h"
+#include "tests/shard/mistakes.h"
 #include "tests/shard/plain.h"
-#include "tests/shard/twins.h"
 
 namespace bonfire {
 namespace {
@@ -14,33 +14,15 @@ using testing::Cell;
 using testing::cells;
 using testing::Chain;
 using testing::chain_input;
+using testing::expect_words;
 using testing::gathering_cells;
 using testing::initialise;
+using testing::loss_of;
+using testing::message_of;
 using testing::numbers;
 using testing::run_ranks;
+using testing::shard_chain;
 using torch::nn::Linear;
-
-std::string message_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
-void expect_words(const std::string& message, const std::vector<std::string>& words) {
-  for (const auto& word : words) EXPECT_NE(message.find(word), std::string::npos) << message;
-  EXPECT_EQ(message.find('\n'), std::string::npos) << message;
-}
-
-Engine shard_chain(const World& world, const Cell& cell, Chain& net, ShardOptions options = {}) {
-  return shard(world.mesh({.replicate = world.size() / cell.factor, .shard = cell.factor}), net, cell.options(options));
-}
-
-at::Tensor loss_of(Chain& net, int rank = 0) { return net->forward(chain_input(rank, 0), {0, 1, 2}).pow(2).mean(); }
 
 TEST(Guards, WeightsMayNotChangeBetweenForwardAndBackward) {
   run_ranks(testing::cell_ranks, [](World& world) {
@@ -150,6 +132,7 @@ TEST(Guards, OneBackwardCompletesAStepWhereGradientsAreKeptWhole) {
     expect_words(
         message_of([&] { engine.backward(loss_of(net)); }),
         {"a second Engine::backward before the gradients of the first were used", "optimizer", "Engine::accumulate"});
+    engine.spend_gradients();
   });
 }
 

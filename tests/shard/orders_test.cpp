@@ -145,6 +145,32 @@ TEST(Orders, RanksMayDisagreeAndRunUnitsOnceMore) {
         {.patience = briefly, .log = Log::silent()});
 }
 
+// Forwards with gradients that nobody differentiates: what all ranks do next waits for those that still gather.
+TEST(Orders, RanksMayMeetBetweenForwardAndBackward) {
+  run_ranks(testing::cell_ranks, [](World& world) {
+    for (const Cell& cell : gathering_cells()) {
+      Twins<Chain> twins(world, cell, [] { return Chain(5); }, {.patience = for_ever, .log = Log::silent()});
+      const auto run_apart = [&](int step) {
+        return twins.ours->forward(chain_input(world.rank(), step), world.rank() % 2 ? all_of(5) : Order{0, 2});
+      };
+      // In the first round before there is an order to follow.
+      for (int step = 0; step < 3; ++step) {
+        run_apart(step);
+        twins.engine.check_equal();
+        run_apart(step);
+        twins.expect_equal();
+        run_apart(step);
+        EXPECT_THROW(twins.optimizer.step(), Error);
+        twins.backward([&](Chain& net, int rank) { return net->forward(chain_input(rank, step), all_of(5)).pow(2).mean(); });
+        // What all are refused, too.
+        EXPECT_THROW(twins.engine.backward(run_apart(step).sum()), Error);
+        twins.update();
+      }
+      twins.expect_equal();
+    }
+  });
+}
+
 // One of two halves, so that a rank does not use all parameters of a Unit.
 struct ChoiceImpl : torch::nn::Module {
   ChoiceImpl() {

@@ -80,6 +80,35 @@ TEST(Tying, ReachesAcrossUnits) {
   });
 }
 
+// Two tensors over one memory, of which forward reads the one that was registered last.
+struct SecondNameImpl : torch::nn::Module {
+  SecondNameImpl() {
+    first = register_parameter("first", testing::numbers({width, width}, 3).mul(0.3));
+    second = register_parameter("second", first.detach());
+  }
+  at::Tensor forward(const at::Tensor& x) { return x.matmul(second); }
+  at::Tensor first, second;
+};
+BONFIRE_UNIT(SecondName);
+
+TEST(Tying, MicrobatchesAddUpUnderAnyName) {
+  run_ranks(testing::cell_ranks, [](World& world) {
+    for (const Cell& cell : cells()) {
+      Twins<SecondName> twins(world, cell, [] { return SecondName(); });
+      for (int step = 0; step < steps; ++step) {
+        const auto loss = [&](int microbatch) {
+          return [=](SecondName& net, int rank) {
+            return net->forward(chain_input(rank, 2 * step + microbatch)).pow(2).mean();
+          };
+        };
+        twins.accumulate(loss(0));
+        twins.step(loss(1));
+      }
+      twins.expect_equal();
+    }
+  });
+}
+
 // Ignored parameters stay where they were, whole and each rank's own.
 TEST(Ignored, StaysUntouchedAndLocal) {
   run_ranks(testing::cell_ranks, [](World& world) {

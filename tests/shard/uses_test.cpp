@@ -353,6 +353,23 @@ TEST(Uses, ForwardsThatNobodyDifferentiates) {
   });
 }
 
+// What a forward between backward and update has gathered is older than the update.
+TEST(Uses, ForwardsBeforeAnUpdateLeaveNothingBehind) {
+  run_ranks(testing::cell_ranks, [](World& world) {
+    for (const Cell& cell : cells()) {
+      Twins<Chain> twins(world, cell, [] { return Chain(4); });
+      for (int step = 0; step < 4; ++step) {
+        twins.backward([&](Chain& net, int rank) {
+          return mean_square(net->forward(chain_input(rank, step), {0, 1, 2, 3}));
+        });
+        const auto unused = twins.ours->forward(chain_input(world.rank(), step), {0, 1, 2, 3});
+        twins.update();
+        twins.expect_equal();
+      }
+    }
+  });
+}
+
 TEST(Uses, OneGraphMayGoBackwardTwice) {
   run_ranks(testing::cell_ranks, [](World& world) {
     for (const Cell& cell : cells()) {
