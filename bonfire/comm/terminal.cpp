@@ -94,8 +94,9 @@ class Terminal::Lane : public std::enable_shared_from_this<Terminal::Lane> {
   int stdout_error() {
     const std::lock_guard lock(mutex_);
     if (error_[0] != 0) return error_[0];
-    const bool waiting =
-        busy_ || std::any_of(queue_.begin(), queue_.end(), [](const Entry& entry) { return entry.fd == STDOUT_FILENO; });
+    const bool waiting = writing_ == STDOUT_FILENO || std::any_of(queue_.begin(), queue_.end(), [](const Entry& entry) {
+                           return entry.fd == STDOUT_FILENO;
+                         });
     return incomplete_ || waiting ? EAGAIN : 0;
   }
 
@@ -142,6 +143,7 @@ class Terminal::Lane : public std::enable_shared_from_this<Terminal::Lane> {
       if (entry.words) --words_;
       const bool gone = entry.fd >= 0 && error_[entry.fd == STDERR_FILENO] != 0;
       busy_ = true;
+      writing_ = entry.fd;
       lock.unlock();
       int error = 0;
       if (entry.words)
@@ -151,6 +153,7 @@ class Terminal::Lane : public std::enable_shared_from_this<Terminal::Lane> {
       lock.lock();
       if (error != 0) error_[entry.fd == STDERR_FILENO] = error;
       busy_ = false;
+      writing_ = -1;
       moved_.notify_all();
     }
   }
@@ -166,6 +169,7 @@ class Terminal::Lane : public std::enable_shared_from_this<Terminal::Lane> {
   int error_[2] = {0, 0};    // of stdout and stderr: nobody reads any more
   bool incomplete_ = false;  // something for stdout was left out
   bool busy_ = false;
+  int writing_ = -1;  // where to, while busy
   bool closed_ = false;
 };
 

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include "bonfire/comm/launcher.h"
 #include "tests/comm/child.h"
 
 namespace bonfire {
@@ -121,6 +122,32 @@ TEST(Output, ARequestToStopIsHeardWhereNobodyReads) {
   EXPECT_TRUE(test::eventually([&] { return test::children_of(run.pid(), "sh").empty(); }));
   run.send(SIGTERM);
   EXPECT_EQ(run.wait(10s), 3);
+}
+
+// Words on stderr that nobody reads make nobody believe that something is missing on stdout.
+TEST(Output, WhatIsMissingOnStdoutIsKnown) {
+  const Folder folder;
+  const int before = dup(STDOUT_FILENO), before_err = dup(STDERR_FILENO);
+  const auto error_of = [&](const std::string& script, bool closed) {
+    Pipe pipe;
+    dup2(pipe.ends[1], STDOUT_FILENO);
+    dup2(pipe.ends[1], STDERR_FILENO);
+    pipe.close_writer();
+    if (closed) pipe.close_reader();
+    const LaunchOutcome outcome = launch_ranks(
+        {.program = {"sh", "-c", script}, .log_folder = folder.path(), .reader_patience = 200ms, .log = Log::silent()});
+    dup2(before, STDOUT_FILENO);
+    dup2(before_err, STDERR_FILENO);
+    EXPECT_EQ(outcome.exit_code, 0);
+    return outcome.stdout_error;
+  };
+  EXPECT_EQ(error_of("echo words", false), 0);
+  EXPECT_EQ(error_of("echo words", true), EPIPE);
+  EXPECT_EQ(error_of("echo words >&2", true), 0);
+  EXPECT_EQ(error_of(kFlood, false), EAGAIN);
+  EXPECT_EQ(error_of("exec 1>&2; " + kFlood, false), 0);
+  close(before);
+  close(before_err);
 }
 
 TEST(Output, ClosedStreamsAreNobodyElses) {
