@@ -133,6 +133,28 @@ TEST(Store, AWaitEndsWhenTheLastKeyIsThere) {
   EXPECT_TRUE(over);
 }
 
+// All keys at once is what was asked for: one that came and went before the last does not count.
+TEST(Store, AKeyThatWasRemovedIsWaitedForAgain) {
+  const Host host;
+  const auto client = host.client();
+  std::atomic<bool> over{false};
+  std::vector<std::string> got;
+  const std::int64_t before = host.server.traffic().requests;
+  std::thread waiter([&] {
+    got = host.client()->get({"a", "b", "a"}, 60s);
+    over = true;
+  });
+  while (host.server.traffic().requests < before + 3) std::this_thread::yield();  // hello, proof and the wait
+  client->set("a", "early");
+  EXPECT_TRUE(client->remove("a"));
+  client->set("b", "2");
+  EXPECT_EQ(client->count(), 1);
+  EXPECT_FALSE(over);
+  client->set("a", "1");
+  waiter.join();
+  EXPECT_EQ(got, (std::vector<std::string>{"1", "2", "1"}));
+}
+
 TEST(Store, AWaitThatEndsInVainNamesTheKey) {
   const Host host;
   const auto store = host.store();
