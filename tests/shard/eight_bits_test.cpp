@@ -8,6 +8,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/comm/recorder.h"
+#include "bonfire/models/model.h"
 #include "bonfire/models/precision.h"
 #include "bonfire/shard/build_scope.h"
 #include "bonfire/shard/share.h"
