@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -87,10 +88,17 @@ void Tracer::end_step(std::int64_t step) {
                 .end = std::max(record.start, record.end),
                 .bytes = record.what.bytes});
   }
-  const auto events = gather_text(world_.group(), trace_.events(), world_.device());
-  if (world_.rank() != 0) return;
+  const auto events = gather_text(world_.group(), trace_.events(), ranks_in_a_trace);
+  if (events.empty()) return;
+  const int first = world_.rank();
+  const auto file = first == 0 ? file_ : file_.parent_path() / fmt::format("trace-{}.json", first);
   if (step >= steps_) disk_.finish();
-  disk_.attempt(file_, [&] { write_file(file_, Trace::file(events)); });
+  disk_.attempt(file, [&] {
+    // On another machine than rank 0's the run folder may not be there yet.
+    std::error_code exists;
+    std::filesystem::create_directories(file.parent_path(), exists);
+    write_file(file, Trace::file(events));
+  });
 }
 
 void Tracer::add(const std::string& name, Nanoseconds start, Nanoseconds end) {
@@ -119,30 +127,40 @@ Tracer::Phase::~Phase() {
   }
 }
 
-std::vector<std::string> gather_text(const Group& group, const std::string& text, c10::Device device) {
-  const auto longest = static_cast<std::int64_t>(group.max(static_cast<double>(text.size())));
-  // The length in front, then the text, padded to the longest.
-  constexpr std::int64_t head = sizeof(std::int64_t);
-  auto mine = at::zeros({head + longest}, at::kByte);
-  const auto length = static_cast<std::int64_t>(text.size());
-  auto* bytes = static_cast<char*>(mine.data_ptr());
-  std::memcpy(bytes, &length, head);
-  std::memcpy(bytes + head, text.data(), text.size());
+std::vector<std::string> gather_text(const Group& group, const std::string& text, int together) {
+  const int first = group.rank() / together * together;
+  const int end = std::min(first + together, group.size());
+  // From each of the others to the first, all at once.
+  const auto collect = [&](const at::Tensor& mine, const std::vector<at::Tensor>& theirs) {
+    std::vector<Message> messages;
+    if (group.rank() != first) messages.push_back({Message::Way::send, mine, first});
+    for (std::size_t at = 0; at < theirs.size(); ++at)
+      messages.push_back({Message::Way::receive, theirs[at], first + 1 + static_cast<int>(at)});
+    if (!messages.empty()) group.batch(messages).wait();
+  };
+  const bool collects = group.rank() == first;
+  const auto others = static_cast<std::size_t>(collects ? end - first - 1 : 0);
+  const auto on_device = [&](at::ScalarType type) { return at::TensorOptions(type).device(group.device()); };
 
-  const bool root = group.rank() == 0;
-  mine = mine.to(device);
-  auto all = at::empty({root ? group.size() * (head + longest) : 0}, at::TensorOptions(at::kByte).device(device));
-  group.gather(all, mine, 0).wait();
-  std::vector<std::string> texts;
-  if (!root) return texts;
-  all = all.cpu();
-  for (int rank = 0; rank < group.size(); ++rank) {
-    const char* part = static_cast<const char*>(all.data_ptr()) + rank * (head + longest);
-    std::int64_t size = 0;
-    std::memcpy(&size, part, head);
-    texts.emplace_back(part + head, static_cast<std::size_t>(size));
+  // The lengths, then the texts; one byte more, so that none is empty.
+  std::vector<at::Tensor> lengths, texts;
+  for (std::size_t at = 0; at < others; ++at) lengths.push_back(at::zeros({1}, on_device(at::kLong)));
+  auto length = at::full({1}, static_cast<std::int64_t>(text.size()), at::kLong).to(group.device());
+  collect(length, lengths);
+  for (const at::Tensor& theirs : lengths)
+    texts.push_back(at::empty({theirs.item<std::int64_t>() + 1}, on_device(at::kByte)));
+  auto bytes = at::zeros({static_cast<std::int64_t>(text.size()) + 1}, at::kByte);
+  std::memcpy(bytes.data_ptr(), text.data(), text.size());
+  collect(bytes.to(group.device()), texts);
+
+  std::vector<std::string> all;
+  if (!collects) return all;
+  all.push_back(text);
+  for (const at::Tensor& theirs : texts) {
+    const auto host = theirs.cpu();
+    all.emplace_back(static_cast<const char*>(host.const_data_ptr()), static_cast<std::size_t>(host.numel() - 1));
   }
-  return texts;
+  return all;
 }
 
 }  // namespace bonfire

@@ -15,8 +15,9 @@
 namespace bonfire {
 
 // Notes what a rank computes and communicates during the steps that [train] trace_from and trace_steps name, with real
-// timestamps: of the host on a CPU, of the device's streams on a GPU. After the last of them all ranks' notes become one
-// Chrome trace. In other steps it costs a comparison.
+// timestamps: of the host on a CPU, of the device's streams on a GPU. After the last of them the notes of every eight ranks
+// become one Chrome trace, which the first of the eight writes: trace.json, trace-8.json, trace-16.json and so on. In other
+// steps it costs a comparison.
 class BONFIRE_API Tracer {
  public:
   Tracer(const World& world, const Config& config, std::filesystem::path file);
@@ -62,7 +63,10 @@ class BONFIRE_API Tracer::Phase {
   std::int64_t start_ = 0;  // nanoseconds on a CPU, the number of an event on a GPU
 };
 
-// The text of every rank, in their order, at rank 0; nothing elsewhere. Collective.
-BONFIRE_API std::vector<std::string> gather_text(const Group& group, const std::string& text, c10::Device device);
+// Ranks whose traces are in one file. However many there are, none has to hold or write more than so many of them.
+inline constexpr int ranks_in_a_trace = 8;
+
+// The texts of every `together` consecutive ranks, in their order, at the first of them; nothing elsewhere. Collective.
+BONFIRE_API std::vector<std::string> gather_text(const Group& group, const std::string& text, int together);
 
 }  // namespace bonfire

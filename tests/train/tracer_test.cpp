@@ -50,19 +50,38 @@ TEST(Tracer, JoinsComputeAndCommunicationOfAllRanksWithRealTimes) {
   EXPECT_EQ(reductions, (std::map<int, int>{{0, 2}, {1, 2}}));
 }
 
-TEST(GatherText, KeepsEveryRanksTextWhateverItsLength) {
-  bonfire::testing::run_ranks(3, [](World& world) {
-    const std::string mine(static_cast<std::size_t>(world.rank() * 1000), static_cast<char>('a' + world.rank()));
-    const auto all = gather_text(world.group(), mine, world.device());
-    if (world.rank() != 0) {
-      EXPECT_TRUE(all.empty());
-      return;
-    }
-    ASSERT_EQ(all.size(), 3u);
-    EXPECT_EQ(all[0], "");
-    EXPECT_EQ(all[1], std::string(1000, 'b'));
-    EXPECT_EQ(all[2], std::string(2000, 'c'));
+TEST(GatherText, KeepsEveryRanksTextAtTheFirstOfItsNeighbours) {
+  for (const int together : {1, 2, 3, 8})
+    bonfire::testing::run_ranks(5, [&](World& world) {
+      const auto text_of = [](int rank) {
+        return std::string(static_cast<std::size_t>(rank * 1000), static_cast<char>('a' + rank));
+      };
+      std::vector<std::string> want;
+      if (world.rank() % together == 0)
+        for (int rank = world.rank(); rank < std::min(5, world.rank() + together); ++rank) want.push_back(text_of(rank));
+      EXPECT_EQ(gather_text(world.group(), text_of(world.rank()), together), want);
+    });
+}
+
+// No rank writes, or has to hold, what all of them have noted.
+TEST(Tracer, ManyRanksWriteSeveralFiles) {
+  const bonfire::testing::Folder folder;
+  const Config config = parse_config("[train]\nsteps = 1\ntrace_from = 1\ntrace_steps = 1\n", "a.toml");
+  constexpr int kRanks = ranks_in_a_trace + 2;
+  bonfire::testing::run_ranks(kRanks, [&](World& world) {
+    Tracer tracer(world, config, folder.path() / "trace.json");
+    tracer.begin_step(1);
+    { const auto phase = tracer.phase("forward"); }
+    tracer.end_step(1);
   });
+  const auto ranks_in = [&](const std::string& file) {
+    std::set<int> ranks;
+    const auto trace = nlohmann::json::parse(std::ifstream(folder.path() / file));
+    for (const auto& event : trace.at("traceEvents")) ranks.insert(event.at("pid").get<int>());
+    return ranks;
+  };
+  EXPECT_EQ(ranks_in("trace.json"), (std::set<int>{0, 1, 2, 3, 4, 5, 6, 7}));
+  EXPECT_EQ(ranks_in("trace-8.json"), (std::set<int>{8, 9}));
 }
 
 TEST(RunData, EachModelGetsWhatItReads) {
