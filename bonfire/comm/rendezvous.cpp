@@ -99,6 +99,12 @@ class Meeting {
       } catch (const std::exception&) {
         if (Clock::now() + 50ms < slice) throw;  // that was not for want of time
       }
+      // Who differs says more than who is missing. Where sizes differ it may be that nobody thinks it is the last.
+      if (self_.rank == 0)
+        if (const std::string verdict = compare(); verdict != kAgreed) {
+          judge(verdict);
+          return true;
+        }
       if (Clock::now() >= deadline) return false;
       if (self_.rank == 0 || !store_.check({key_of(0)})) self_.log.info("{}", roll_call());
     }
@@ -120,7 +126,7 @@ class Meeting {
   std::string compare() {
     std::vector<std::string> keys;
     for (int rank = 0; rank < self_.size; ++rank) keys.push_back(key_of(rank));
-    // Not all are there where one of them thinks that it is the last although it is not: its size will tell.
+    // Not all may be there yet.
     if (!store_.check(keys)) std::erase_if(keys, [&](const std::string& key) { return !store_.check({key}); });
     const auto words = store_.multiGet(keys);
     const json first = json::parse(words.front());
