@@ -172,11 +172,11 @@ class Bench:
 
     def waiting(self):
         """What OpenMP's threads do while they wait, on a machine that is idle and on one that is not."""
-        tiny = [f"model.{key}={value}" for key, value in {"dim": 64, "layers": 2, "heads": 2, "ffn": 256, "vocab": 256}.items()]
+        tiny = [f"model.{key}={value}" for key, value in {"dim": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 256, "vocab": 256}.items()]
         models = {"8.4M Llama-shaped model": [], "tiny model (dim 64, 2 layers, 4 samples of 32 tokens)": [*tiny, "data.sequence=32", "train.batch=4"]}
         # 300,000 looks before a thread sleeps is what libgomp does where nobody tells it.
-        policies = {"spinning, OpenMP's default": ["env", "GOMP_SPINCOUNT=300000"], "spinning shortly": ["env", "GOMP_SPINCOUNT=1000"],
-                    "passive, as Bonfire's ranks": []}
+        policies = {"spinning, OpenMP's default": ["env", "GOMP_SPINCOUNT=300000"], "passive": ["env", "OMP_WAIT_POLICY=passive"],
+                    "spinning shortly, as Bonfire's ranks": []}
         runs = {f"{model}, {ranks} rank{'s' if ranks > 1 else ''} | {policy}": prefix + self.ours(ranks, *settings)
                 for model, settings in models.items() for ranks in (1, 2) for policy, prefix in policies.items()}
         idle = interleaved(runs, self.options.repeats)

@@ -176,15 +176,15 @@ Environment find_place(const Config& config, const StartOptions& options, const 
 
 // OpenMP has read its variables when this process was loaded. A launcher that is not ours has not set them: the program
 // begins again with them, which costs nothing but the loading, since nothing has been done yet.
-void wait_passively_from_the_start(Variables& variables) {
-  if (!wait_passively(variables)) return;
+void spin_shortly_from_the_start(Variables& variables) {
+  if (!spin_shortly(variables)) return;
   std::vector<std::string> words;
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
   for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
   std::vector<char*> arguments;
   for (std::string& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
-  setenv(wait_policy_variable, "passive", 1);
+  setenv(spin_variable, short_spin, 1);
   execv("/proc/self/exe", arguments.data());
   // Not possible here: then it waits as OpenMP does.
 }
@@ -195,7 +195,7 @@ int start(Config& config, const StartOptions& options, const RankBody& body) {
   Variables variables = process_variables();
   const Environment place = find_place(config, options, variables);
   resolve(config, place.size);
-  if (place.source != LaunchSource::none && !place.launches_itself) wait_passively_from_the_start(variables);
+  if (place.source != LaunchSource::none && !place.launches_itself) spin_shortly_from_the_start(variables);
   // Where the starter has checked, or another rank of this machine does, nothing is read twice.
   const auto folder = variables.find(folder_variable);
   const bool started_by_us = place.source == LaunchSource::bonfire && folder != variables.end();

@@ -120,7 +120,7 @@ Variables Attempt::variables_of(int local, int number, const std::string& error_
   Variables variables = rank_variables(options_);
   if (variables["OMP_NUM_THREADS"].empty())
     variables["OMP_NUM_THREADS"] = std::to_string(threads_per_rank(variables, options_.ranks, usable_cores()));
-  wait_passively(variables);
+  spin_shortly(variables);
   variables["RANK"] = std::to_string(number);
   variables["WORLD_SIZE"] = std::to_string(options_.ranks * options_.nodes);
   variables["LOCAL_RANK"] = std::to_string(local);

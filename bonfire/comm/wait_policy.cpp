@@ -2,10 +2,10 @@
 
 namespace bonfire {
 
-bool wait_passively(Variables& variables) {
-  for (const char* chosen : {wait_policy_variable, "GOMP_SPINCOUNT"})
+bool spin_shortly(Variables& variables) {
+  for (const char* chosen : {"OMP_WAIT_POLICY", spin_variable})
     if (const auto found = variables.find(chosen); found != variables.end() && !found->second.empty()) return false;
-  variables[wait_policy_variable] = "passive";
+  variables[spin_variable] = short_spin;
   return true;
 }
 
