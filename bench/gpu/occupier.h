@@ -1,5 +1,6 @@
 #pragma once
 
+struct CUstream_st;
 struct OccupierFlags;
 
 // Takes multiprocessors of the current GPU away from everybody else, as communication does that runs beside computing.
@@ -13,5 +14,5 @@ class Occupier {
 
  private:
   OccupierFlags* flags_ = nullptr;
-  void* stream_ = nullptr;
+  CUstream_st *stream_ = nullptr, *beside_ = nullptr;
 };

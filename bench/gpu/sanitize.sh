@@ -1,8 +1,8 @@
 #!/bin/bash
 # Runs the tests of CUDA kernels under NVIDIA's compute-sanitizer, many at a time on one GPU, and ends with a summary.
 #   bench/gpu/sanitize.sh [BUILD] [SECONDS] [TOOL...]     default: build 480 memcheck racecheck synccheck
-# Only kernels of Bonfire are looked at: those of cuBLASLt have hazards of their own. What has not ended when the time is over
-# is listed as not run. Logs lie in BUILD/sanitize. Exit code 1 where something was found or did not run.
+# Only kernels of Bonfire count: those of cuBLASLt have hazards of their own. What has not ended when the time is over is listed
+# as not run. Logs lie in BUILD/sanitize. Exit code 1 where something was found or did not run.
 set -uf
 build=${1:-build}; seconds=${2:-480}; shift $(( $# < 2 ? $# : 2 ))
 tools=${*:-memcheck racecheck synccheck}
@@ -21,9 +21,14 @@ one() {
   tool=$1; test=$2; log=$logs/$tool.${test//[\/*]/_}.log; left=$(( end - $(date +%s) ))
   if [ $left -lt 10 ]; then echo "NOT RUN   $tool $test"; return; fi
   begin=$(date +%s)
-  timeout --signal=KILL $left compute-sanitizer --tool "$tool" --kernel-name kns=_ZN7bonfire --error-exitcode 99 --print-limit 20 \
+  # racecheck breaks cuBLASLt's kernels where it is told to leave them alone: it looks at all, and theirs are left out here.
+  only="--kernel-name kns=_ZN7bonfire"; [ "$tool" = racecheck ] && only=
+  timeout --signal=KILL $left compute-sanitizer --tool "$tool" $only --error-exitcode 99 --print-limit 1000 \
     "$build/test_cuda" --gtest_filter="$test" > "$log" 2>&1
   code=$?; took=$(( $(date +%s) - begin ))
+  if [ $code = 99 ] && [ "$tool" = racecheck ] && ! grep -q 'Race reported.*bonfire::\|Internal Sanitizer\|FAILED' "$log"; then
+    echo "clean     $tool $test ${took}s (others' kernels: $(grep -c 'Race reported' "$log") hazards)"; return
+  fi
   case $code in
     0) grep -q 'ERROR SUMMARY: 0 errors\|RACECHECK SUMMARY: 0 hazards' "$log" && echo "clean     $tool $test ${took}s" \
          || echo "NO WORD   $tool $test ${took}s: $(grep -m1 -i 'error\|warning' "$log")" ;;

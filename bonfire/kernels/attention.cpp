@@ -57,8 +57,12 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Attent
     }
   }
   if (!own) {
-    const bool grouped = q.size(1) != k.size(1);
-    return side_by_side(at::scaled_dot_product_attention(q, k, v, {}, 0.0, shape.causal, std::nullopt, grouped));
+    const std::int64_t group = q.size(1) / k.size(1);
+    // In four bytes torch has no kernel for groups but one that holds the weight of every pair of positions.
+    const bool repeats = group > 1 && q.is_cuda() && q.scalar_type() == at::kFloat;
+    const auto for_queries = [&](const Tensor& of_keys) { return repeats ? of_keys.repeat_interleave(group, 1) : of_keys; };
+    return side_by_side(at::scaled_dot_product_attention(q, for_queries(k), for_queries(v), {}, 0.0, shape.causal,
+                                                         std::nullopt, group > 1 && !repeats));
   }
   const Tensor dense_q = q.contiguous(), dense_k = k.contiguous(), dense_v = v.contiguous();
   auto node = make_node<AttentionNode>(dense_q, dense_k, dense_v);

@@ -85,7 +85,7 @@ class Walk {
       const auto& unit = model_.units[at];
       const bool keeps = !units_[at].root && (units_[at].backward || reached);
       if (keeps) {
-        kept += (unit.activation_bytes(element_) + second_result(unit) * element_) * options_.memory.tokens;
+        kept += (unit.activation_bytes(element_) + of_torchs_attention(unit) * element_) * options_.memory.tokens;
         if (!reached) kept += first_of_all(at);
         reached = true;
       }
@@ -101,11 +101,12 @@ class Walk {
 
  private:
   // In two bytes the CPU's attention is torch's, and everywhere on a CPU that ours is not for. Its result lies in another
-  // order than the product after it reads.
-  std::int64_t second_result(const UnitDescription& unit) const {
-    const bool torchs = options_.memory.on_host && (element_ == 2 || !options_.memory.own_attention) &&
-                        attends(model_.spec) && unit.kind == UnitKind::block;
-    return torchs && unit.saved_statistics > 0 ? BlockSizes(model_.spec).query : 0;
+  // order than the product after it reads. On a GPU it is torch's in four bytes, where groups' keys and values are repeated.
+  std::int64_t of_torchs_attention(const UnitDescription& unit) const {
+    if (!attends(model_.spec) || unit.kind != UnitKind::block || unit.saved_statistics == 0) return 0;
+    const BlockSizes sizes(model_.spec);
+    if (!options_.memory.on_host) return element_ == 4 && sizes.key < sizes.query ? 2 * sizes.query : 0;
+    return element_ == 2 || !options_.memory.own_attention ? sizes.query : 0;
   }
 
   // How much more or less the first Unit keeps of which something is trained: nothing that its own first parameters in

@@ -15,6 +15,7 @@
 #include "bonfire/kernels/product.h"
 #include "bonfire/kernels/qkv.h"
 #include "bonfire/kernels/self_attention.h"
+#include "bonfire/train/memory.h"
 #include "tests/support/extreme_cases.h"
 #include "tests/support/gpu_ranks.h"
 #include "tests/support/kernel_check.h"
@@ -173,6 +174,20 @@ TEST_P(GpuKernels, Attention) {
                           at::randn({2, kv_heads, sequence, size})},
                          check());
         }
+}
+
+// A table of all pairs of positions would be 32 times what is read and written.
+TEST_P(GpuKernels, AttentionOfGroupsHoldsNoTableOfPairs) {
+  if (GetParam() == at::kDouble) GTEST_SKIP() << "torch has no such kernel for double";
+  const std::int64_t sequence = 4096;
+  const auto random = [&](std::int64_t heads) {
+    return at::randn({1, heads, sequence, 32}, at::TensorOptions(gpu).dtype(GetParam())).set_requires_grad(true);
+  };
+  const Tensor q = random(4), k = random(2), v = random(2);
+  const MemoryMeter meter(gpu);
+  const Tensor out = bonfire::attention(q, k, v, {});
+  out.backward(at::ones_like(out));
+  EXPECT_LE(meter.peak(), 4 * sequence * sequence * q.element_size() / 4);
 }
 
 // As a model has it: q, k and v are parts of one packed tensor, turned or not, where they lie or elsewhere.
