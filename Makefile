@@ -1,10 +1,12 @@
 # The whole of Bonfire from a fresh machine: `make demo`, `make test`. `make help` lists the rest.
-# PRESET=release|debug|asan|tsan chooses the build; LIBTORCH=DIR an existing LibTorch; CUDA_ARCHS=all code for every GPU.
+# PRESET=release|debug|asan|tsan chooses the build; LIBTORCH=DIR an existing LibTorch; CUDA_ARCHS=all code for every GPU;
+# UNITY=OFF, at the first build of a folder, compiles the library file by file: longer in all, less after an edit.
 PRESET ?= release
 BUILD  := $(if $(filter release,$(PRESET)),build,build-$(PRESET))
 # A file that sees torch takes up to 1.3 GB to compile.
 JOBS   ?= $(shell awk -v cores=$$(nproc) '/^MemAvailable/ { jobs = int($$2 / 1572864); if (jobs > cores) jobs = cores; print jobs < 1 ? 1 : jobs }' /proc/meminfo)
 CUDA_ARCHS ?=
+UNITY  ?= ON
 PEERS  ?= peers
 PREFIX ?= /usr/local
 SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu')
@@ -13,7 +15,8 @@ SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu')
 
 # $(call configure,ON|OFF): what CMake says is shown only where it fails, and, beside a GPU, why that will not be used.
 configure = @libtorch=$$(setup/libtorch.sh) || exit 1; \
-  said=$$(cmake --preset $(PRESET) -DBONFIRE_LIBTORCH="$$libtorch" -DBONFIRE_BUILD_TESTS=$(1) -DBONFIRE_CUDA_ARCHS="$(CUDA_ARCHS)" 2>&1) \
+  said=$$(cmake --preset $(PRESET) -DBONFIRE_LIBTORCH="$$libtorch" -DBONFIRE_BUILD_TESTS=$(1) -DBONFIRE_CUDA_ARCHS="$(CUDA_ARCHS)" \
+    $$([ -f $(BUILD)/CMakeCache.txt ] || echo -DBONFIRE_UNITY=$(UNITY)) 2>&1) \
     || { printf '%s\n' "$$said" >&2; exit 1; }; \
   [ ! -e /proc/driver/nvidia/version ] || printf '%s\n' "$$said" | sed -n 's/^-- \(The CUDA plug-in is not built\|Attention on GPUs\)/\1/p'
 
@@ -70,10 +73,12 @@ format:
 	@clang-format -i $(SOURCES)
 
 FILES ?= $(filter %.cpp,$(filter bonfire/% cli/%,$(SOURCES)))
-lint: configure
+# Each file by itself, and with all that it includes.
+lint: setup
 	@setup/packages.sh lint
+	@cmake --preset $(PRESET) -B build-lint -DBONFIRE_LIBTORCH="$$(setup/libtorch.sh)" -DBONFIRE_UNITY=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON > build-lint.log || { cat build-lint.log; exit 1; }
 	@clang-format --dry-run -Werror $(SOURCES)
-	@printf '%s\n' $(filter-out bonfire/cuda/%,$(FILES)) | xargs -n 1 -P $(JOBS) clang-tidy -p $(BUILD) --quiet
+	@printf '%s\n' $(filter-out bonfire/cuda/%,$(FILES)) | xargs -n 1 -P $(JOBS) clang-tidy -p build-lint --quiet
 
 clean:
 	rm -rf build build-*
