@@ -12,17 +12,15 @@
 
 #include "bonfire/comm/join.h"
 #include "bonfire/comm/world.h"
-#include "tests/comm/child.h"
+#include "tests/comm/launched.h"
 
 namespace bonfire {
 namespace {
 
 using namespace std::chrono_literals;
 using test::Child;
-
-const std::string kProgram = BONFIRE_BUILD_DIR "/rank_program";
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+using test::contains;
+using test::kProgram;
 
 const std::map<std::string, std::string> kAsRoot = {{"OMPI_ALLOW_RUN_AS_ROOT", "1"},
                                                     {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"},

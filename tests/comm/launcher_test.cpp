@@ -12,25 +12,17 @@
 #include "bonfire/base/error.h"
 #include "bonfire/base/random.h"
 #include "bonfire/comm/store_server.h"
-#include "tests/comm/child.h"
+#include "tests/comm/launched.h"
 
 namespace bonfire {
 namespace {
 
 using namespace std::chrono_literals;
 using test::Child;
+using test::contains;
 using test::Folder;
-
-const std::string kBonfire = BONFIRE_BUILD_DIR "/bonfire";
-
-std::vector<std::string> launch(std::vector<std::string> options, const std::string& script) {
-  std::vector<std::string> words = {kBonfire, "launch"};
-  words.insert(words.end(), options.begin(), options.end());
-  words.insert(words.end(), {"--", "sh", "-c", script});
-  return words;
-}
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+using test::kBonfire;
+using test::launch;
 
 // A word that only the processes of one test carry.
 std::string unique_mark() { return "mark-" + random_token(); }

@@ -8,18 +8,16 @@
 
 #include "bonfire/comm/cores.h"
 #include "bonfire/comm/device.h"
-#include "tests/comm/child.h"
+#include "tests/comm/launched.h"
 
 namespace bonfire {
 namespace {
 
 using namespace std::chrono_literals;
 using test::Child;
+using test::contains;
 using test::Folder;
-
-const std::string kBonfire = BONFIRE_BUILD_DIR "/bonfire";
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+using test::kBonfire;
 
 void write(const std::string& file, const std::string& text) {
   std::filesystem::create_directories(std::filesystem::path(file).parent_path());

@@ -10,25 +10,17 @@
 #include <gtest/gtest.h>
 
 #include "bonfire/comm/launcher.h"
-#include "tests/comm/child.h"
+#include "tests/comm/launched.h"
 
 namespace bonfire {
 namespace {
 
 using namespace std::chrono_literals;
 using test::Child;
+using test::contains;
 using test::Folder;
-
-const std::string kBonfire = BONFIRE_BUILD_DIR "/bonfire";
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-std::vector<std::string> launch(std::vector<std::string> options, const std::string& script) {
-  std::vector<std::string> words = {kBonfire, "launch"};
-  words.insert(words.end(), options.begin(), options.end());
-  words.insert(words.end(), {"--", "sh", "-c", script});
-  return words;
-}
+using test::kBonfire;
+using test::launch;
 
 struct Pipe {
   Pipe() { EXPECT_EQ(pipe2(ends, O_CLOEXEC), 0); }

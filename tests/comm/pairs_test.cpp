@@ -13,15 +13,15 @@
 #include "bonfire/base/error.h"
 #include "bonfire/comm/socket.h"
 #include "bonfire/comm/world.h"
-#include "tests/comm/child.h"
+#include "tests/comm/launched.h"
 
 namespace bonfire {
 namespace {
 
 using namespace std::chrono_literals;
 
-const std::string kCommand = BONFIRE_BUILD_DIR "/bonfire";
-const std::string kProgram = BONFIRE_BUILD_DIR "/rank_program";
+using test::kBonfire;
+using test::kProgram;
 
 // A store in which two ranks meet, and a stranger who reads where they listen before the other one can, connects there, and
 // says the number by which the other one would be known.
@@ -111,12 +111,12 @@ TEST(Pairs, AStrangerInARanksPlaceIsNoticedBeforeDataFlows) {
 
 // Where an address was given, the interface's name in the environment does not move the listener elsewhere.
 TEST(Pairs, ListenWhereTheyWereTold) {
-  test::Child run({kCommand, "launch", "-n", "2", "--address", "127.0.0.3", "--", kProgram},
+  test::Child run({kBonfire, "launch", "-n", "2", "--address", "127.0.0.3", "--", kProgram},
                   {{"STEPS", "1"}, {"GLOO_SOCKET_IFNAME", "lo"}});
   EXPECT_EQ(run.wait(60s), 0) << run.output();
   for (int rank = 0; rank < 2; ++rank)
     EXPECT_NE(run.output().find(fmt::format("rank {} listens at 127.0.0.3.\n", rank)), std::string::npos) << run.output();
-  test::Child list({kCommand, "launch", "-n", "2", "--", kProgram}, {{"STEPS", "1"}, {"GLOO_SOCKET_IFNAME", "lo,none0"}});
+  test::Child list({kBonfire, "launch", "-n", "2", "--", kProgram}, {{"STEPS", "1"}, {"GLOO_SOCKET_IFNAME", "lo,none0"}});
   EXPECT_EQ(list.wait(60s), 0) << list.output();
   EXPECT_NE(list.output().find("rank 0 listens at 127.0.0.1.\n"), std::string::npos) << list.output();
 }

@@ -19,36 +19,21 @@
 #include "bonfire/comm/socket.h"
 #include "bonfire/comm/store_client.h"
 #include "bonfire/comm/store_server.h"
-#include "tests/comm/child.h"
+#include "tests/comm/launched.h"
 
 namespace bonfire {
 namespace {
 
 using namespace std::chrono_literals;
 using test::Child;
+using test::contains;
+using test::expect_all_done;
+using test::kBonfire;
+using test::kProgram;
+using test::launch;
 using Variables = std::map<std::string, std::string>;
 
-const std::string kBonfire = BONFIRE_BUILD_DIR "/bonfire";
-const std::string kProgram = BONFIRE_BUILD_DIR "/rank_program";
 const std::string kOtherVersion = BONFIRE_BUILD_DIR "/other_version_program";
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-std::vector<std::string> launch(int ranks, std::vector<std::string> options = {}) {
-  std::vector<std::string> words = {kBonfire, "launch", "-n", std::to_string(ranks)};
-  words.insert(words.end(), options.begin(), options.end());
-  words.insert(words.end(), {"--", kProgram});
-  return words;
-}
-
-void expect_all_done(Child& run, int ranks, const std::string& prefix = "") {
-  EXPECT_EQ(run.wait(60s), 0) << run.output();
-  const std::string sum = fmt::format("sum {}\n", ranks);
-  std::size_t count = 0;
-  const std::string output = run.output();
-  for (std::size_t at = 0; (at = output.find(prefix + sum, at)) != std::string::npos; ++at) ++count;
-  EXPECT_EQ(count, static_cast<std::size_t>(ranks)) << output;
-}
 
 // What a run has said since it was started again for the `attempt`-th time; nothing before that.
 std::string said_in(const Child& run, int attempt) {

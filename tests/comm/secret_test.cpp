@@ -16,24 +16,16 @@
 #include "bonfire/comm/store_server.h"
 #include "bonfire/comm/store_wire.h"
 #include "tests/comm/child.h"
+#include "tests/support/thrown.h"
 
 namespace bonfire {
 namespace {
 
 using namespace std::chrono_literals;
+using bonfire::testing::thrown;
 using test::Folder;
 
 std::string bytes(int count, int value) { return std::string(static_cast<std::size_t>(count), static_cast<char>(value)); }
-
-template <class Function>
-std::string error_of(const Function& function) {
-  try {
-    function();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
 
 // FIPS 180-4's examples, and a length on each side of a block's end.
 TEST(Secret, HashesAsPublished) {
@@ -168,7 +160,7 @@ TEST(Proof, AnImpostorIsFoundOutBeforeItHearsARequest) {
     }
   });
   const std::string error =
-      error_of([&] { StoreClient({.server = endpoint_of(listener), .token = "t"}).set("a", "secret"); });
+      thrown<std::exception>([&] { StoreClient({.server = endpoint_of(listener), .token = "t"}).set("a", "secret"); });
   impostor.join();
   EXPECT_NE(error.find("does not know the job's token"), std::string::npos) << error;
   EXPECT_EQ(heard.size(), 2u);
@@ -181,7 +173,7 @@ TEST(Strangers, AreNotHeardForLong) {
   answer_to(slow, wire::Writer().text(wire::kGreeting).text("n").finish());  // and then no proof
   for (const Socket* socket : {&silent, &slow}) {
     char byte;
-    const std::string error = error_of([&] {
+    const std::string error = thrown<std::exception>([&] {
       while (true) receive_all(*socket, std::span(&byte, 1), deadline_in(20s));
     });
     EXPECT_EQ(error.find("no answer"), std::string::npos) << error;
@@ -226,7 +218,7 @@ TEST(JobToken, AKeyThatOthersMayReadIsRefused) {
   EXPECT_EQ(state.st_mode & 07777, 0600u);
   for (const mode_t mode : {0640, 0604, 0620, 0660, 0777}) {
     ASSERT_EQ(chmod(file.c_str(), mode), 0);
-    const std::string error = error_of([&] { job_token(variables, "job"); });
+    const std::string error = thrown<std::exception>([&] { job_token(variables, "job"); });
     EXPECT_NE(error.find(file), std::string::npos) << error;
     EXPECT_NE(error.find(fmt::format("{:04o}", mode)), std::string::npos) << error;
     EXPECT_NE(error.find("chmod 600"), std::string::npos) << error;
@@ -241,10 +233,10 @@ TEST(JobToken, WhatHoldsNoKeyIsNamed) {
   const std::string file = home.path() + "/.config/bonfire/key";
   job_token(variables, "job");
   std::ofstream(file) << "short";
-  EXPECT_NE(error_of([&] { job_token(variables, "job"); }).find("holds no key"), std::string::npos);
+  EXPECT_NE(thrown<std::exception>([&] { job_token(variables, "job"); }).find("holds no key"), std::string::npos);
   ASSERT_EQ(unlink(file.c_str()), 0);
   ASSERT_EQ(mkfifo(file.c_str(), 0600), 0);
-  EXPECT_NE(error_of([&] { job_token(variables, "job"); }).find("is no file"), std::string::npos);
+  EXPECT_NE(thrown<std::exception>([&] { job_token(variables, "job"); }).find("is no file"), std::string::npos);
 }
 
 }  // namespace

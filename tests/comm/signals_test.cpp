@@ -12,34 +12,23 @@
 #include <gtest/gtest.h>
 
 #include "bonfire/comm/store_server.h"
-#include "tests/comm/child.h"
+#include "tests/comm/launched.h"
 
 namespace bonfire {
 namespace {
 
 using namespace std::chrono_literals;
 using test::Child;
+using test::contains;
 using test::Folder;
+using test::kBonfire;
+using test::kProgram;
+using test::launch;
 
-const std::string kBonfire = BONFIRE_BUILD_DIR "/bonfire";
-const std::string kProgram = BONFIRE_BUILD_DIR "/rank_program";
 const std::string kOldKernel = BONFIRE_BUILD_DIR "/old_kernel";
 
 const std::map<std::string, std::string> kForeign = {{"LD_PRELOAD", FOREIGN_THREADS}};
 const std::map<std::string, std::string> kQuick = {{"BONFIRE_HEARTBEAT_TIMEOUT", "2"}, {"BONFIRE_STALL_TIMEOUT", "2"}};
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-std::vector<std::string> launch(std::vector<std::string> options, const std::string& script) {
-  std::vector<std::string> words = {kBonfire, "launch"};
-  words.insert(words.end(), options.begin(), options.end());
-  words.insert(words.end(), {"--", "sh", "-c", script});
-  return words;
-}
-
-std::vector<std::string> launch_program(int ranks) {
-  return {kBonfire, "launch", "-n", std::to_string(ranks), "--", kProgram};
-}
 
 pid_t pid_of(Child& run, int rank) {
   const std::regex words(fmt::format("pid (\\d+) is rank {} ", rank));
@@ -119,7 +108,7 @@ TEST(Signals, ARankThatWroteToOneThatHadEndedWellIsReported) {
 
 // Ctrl-Z, and fg longer afterwards than anybody may be silent.
 TEST(Signals, RanksStopAndGoOnWithTheirLauncher) {
-  Child run(launch_program(3), kQuick, {.own_group = true});
+  Child run(launch(3), kQuick, {.own_group = true});
   std::vector<pid_t> ranks;
   for (int rank = 0; rank < 3; ++rank) ranks.push_back(pid_of(run, rank));
   ASSERT_TRUE(run.said("sum 3"));
@@ -136,7 +125,7 @@ TEST(Signals, RanksStopAndGoOnWithTheirLauncher) {
 }
 
 TEST(Signals, ADebuggedRankIsNotCalledLost) {
-  Child run(launch_program(3), kQuick);
+  Child run(launch(3), kQuick);
   const pid_t rank = pid_of(run, 2);
   ASSERT_TRUE(run.said("sum 3"));
   if (ptrace(PTRACE_ATTACH, rank, nullptr, nullptr) != 0) GTEST_SKIP() << "ptrace is not permitted";
@@ -152,7 +141,7 @@ TEST(Signals, ADebuggedRankIsNotCalledLost) {
 }
 
 TEST(Signals, AStopIsReportedWithWhatFollows) {
-  Child run(launch_program(3), kQuick);
+  Child run(launch(3), kQuick);
   const pid_t rank = pid_of(run, 1);
   ASSERT_TRUE(run.said("sum 3"));
   ASSERT_EQ(kill(rank, SIGSTOP), 0);

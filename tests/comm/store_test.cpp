@@ -18,11 +18,13 @@
 #include "bonfire/base/random.h"
 #include "bonfire/comm/store_wire.h"
 #include "bonfire/comm/token_store.h"
+#include "tests/support/thrown.h"
 
 namespace bonfire {
 namespace {
 
 using namespace std::chrono_literals;
+using bonfire::testing::thrown;
 using Bytes = std::vector<uint8_t>;
 
 constexpr const char* kToken = "correct horse";
@@ -56,16 +58,6 @@ struct Host {
     return all;
   }
 };
-
-template <class Function>
-std::string error_of(const Function& function) {
-  try {
-    function();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
 
 TEST(Store, BindsToLoopbackOnly) {
   const Host host;
@@ -158,7 +150,8 @@ TEST(Store, AKeyThatWasRemovedIsWaitedForAgain) {
 TEST(Store, AWaitThatEndsInVainNamesTheKey) {
   const Host host;
   const auto store = host.store();
-  EXPECT_NE(error_of([&] { store->wait({"nobody sets me"}, 50ms); }).find("nobody sets me"), std::string::npos);
+  EXPECT_NE(thrown<std::exception>([&] { store->wait({"nobody sets me"}, 50ms); }).find("nobody sets me"),
+            std::string::npos);
   EXPECT_THROW(store->wait({"x"}, 1ms), c10::DistStoreError);
   store->set("x", std::string("still works"));
   EXPECT_EQ(store->get_to_str("x"), "still works");
@@ -188,7 +181,7 @@ TEST(Store, LargeValuesTravelWhole) {
 TEST(Store, RefusesStrangers) {
   const Host host;
   for (const char* token : {"", "wrong", "correct horsf", "correct horse and more", "correct hors"}) {
-    const std::string error = error_of([&] { host.client(token); });
+    const std::string error = thrown<std::exception>([&] { host.client(token); });
     EXPECT_NE(error.find("BONFIRE_TOKEN"), std::string::npos) << token << ": " << error;
   }
   EXPECT_EQ(host.server.refused(), 5);
@@ -372,7 +365,9 @@ TEST(Store, LastWordsAreSaidOnlyByThoseWhoVanish) {
 TEST(Store, APortInUseIsNamed) {
   const Host host;
   const int port = host.server.endpoint().port;
-  const std::string error = error_of([&] { StoreServer second({.listen = {"127.0.0.1", port}, .token = "t"}); });
+  const std::string error = thrown<std::exception>([&] {
+    StoreServer second({.listen = {"127.0.0.1", port}, .token = "t"});
+  });
   EXPECT_NE(error.find("port " + std::to_string(port)), std::string::npos) << error;
   EXPECT_NE(error.find("in use"), std::string::npos) << error;
   EXPECT_EQ(error.find('\n'), std::string::npos);
@@ -413,7 +408,7 @@ TEST(Endpoint, Parse) {
 
 TEST(Interface, HasAnAddressOrIsNamed) {
   EXPECT_EQ(address_of_interface("lo"), "127.0.0.1");
-  EXPECT_NE(error_of([] { address_of_interface("nope0"); }).find("nope0"), std::string::npos);
+  EXPECT_NE(thrown<std::exception>([] { address_of_interface("nope0"); }).find("nope0"), std::string::npos);
   EXPECT_EQ(address_towards("127.0.0.1"), "127.0.0.1");
   for (const char* meant : {"127.0.0.2", "::1", "localhost"}) EXPECT_EQ(address_for_others(meant), meant);
 }

@@ -15,12 +15,14 @@
 #include "bonfire/data/token_files.h"
 #include "bonfire/data/token_writer.h"
 #include "tests/support/shell.h"
+#include "tests/support/thrown.h"
 
 // Files as training meets them: large, changed while they are read, or no files at all.
 namespace bonfire {
 namespace {
 namespace fs = std::filesystem;
 using bonfire::testing::Folder;
+using bonfire::testing::thrown;
 
 constexpr std::int64_t vocab = 1000;
 
@@ -44,19 +46,9 @@ void spoil(const std::string& path, std::size_t token, std::uint16_t value) {
   fs::last_write_time(path, time);
 }
 
-template <class F>
-std::string error_of(F action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return {};
-}
-
 std::string check(const std::string& path, TokenCheckOptions options) {
   if (options.vocab == 0) options.vocab = vocab;
-  return error_of([&] { check_tokens(TokenFile(path), options); });
+  return thrown<Error>([&] { check_tokens(TokenFile(path), options); });
 }
 
 TEST(TokenCheck, AFullCheckIsDoneOnceAndItsResultKept) {
@@ -114,9 +106,9 @@ TEST(TokenCheck, ASampleReadsOnlyAsMuchAsItMay) {
   const TokenFiles files({.paths = {path}, .vocab = vocab, .sequence = 16, .check = TokenCheck::off});
   std::vector<std::int64_t> window(17);
   EXPECT_NO_THROW(files.window(0, window));
-  EXPECT_NE(error_of([&] { files.window(piece / 16, window); }).find("token 524293 at byte 1049610 is 5000"),
+  EXPECT_NE(thrown<Error>([&] { files.window(piece / 16, window); }).find("token 524293 at byte 1049610 is 5000"),
             std::string::npos)
-      << error_of([&] { files.window(piece / 16, window); });
+      << thrown<Error>([&] { files.window(piece / 16, window); });
 }
 
 TEST(TokenCheck, ShowsHowFarItIs) {
@@ -136,14 +128,14 @@ TEST(TokenCheck, AFileThatShrinksWhileItIsReadIsNamed) {
   fs::resize_file(path, 1024 + 2 * 4000);
   std::vector<std::int64_t> window(17);
   EXPECT_NO_THROW(files.window(100, window));
-  EXPECT_EQ(error_of([&] { files.window(3000, window); }),
+  EXPECT_EQ(thrown<Error>([&] { files.window(3000, window); }),
             "'" + path + "': ends at byte 97024, but had 132096 bytes when it was opened: it has been changed since");
 }
 
 TEST(TokenCheck, ANamedPipeIsNoFile) {
   const Folder folder;
   ASSERT_EQ(mkfifo((folder / "pipe.bin").c_str(), 0600), 0);
-  EXPECT_EQ(error_of([&] { TokenFile file(folder / "pipe.bin"); }), "'" + folder / "pipe.bin" + "': is not a file");
+  EXPECT_EQ(thrown<Error>([&] { TokenFile file(folder / "pipe.bin"); }), "'" + folder / "pipe.bin" + "': is not a file");
 }
 
 TEST(TokenCheck, ThereMayBeMoreFilesThanAProcessMayOpenByDefault) {
@@ -156,7 +148,7 @@ TEST(TokenCheck, ThereMayBeMoreFilesThanAProcessMayOpenByDefault) {
   rlimit few = before;
   few.rlim_cur = 40;
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
-  EXPECT_EQ(error_of([&] { EXPECT_EQ(TokenFiles(options).size(), 60 * 6); }), "");
+  EXPECT_EQ(thrown<Error>([&] { EXPECT_EQ(TokenFiles(options).size(), 60 * 6); }), "");
   setrlimit(RLIMIT_NOFILE, &before);
 }
 

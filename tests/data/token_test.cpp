@@ -9,11 +9,13 @@
 #include "bonfire/base/random.h"
 #include "bonfire/data/token_files.h"
 #include "bonfire/data/token_writer.h"
+#include "tests/support/thrown.h"
 
 namespace bonfire {
 namespace {
 
 namespace fs = std::filesystem;
+using bonfire::testing::thrown;
 using Tokens = std::vector<std::int64_t>;
 
 // Bytes as the formats describe them, put together here and not by the library.
@@ -54,7 +56,7 @@ struct Index {
   }
 };
 
-class TokenFileTest : public testing::Test {
+class TokenFileTest : public ::testing::Test {
  protected:
   TokenFileTest() {
     auto pattern = (fs::temp_directory_path() / "bonfire-tokens-XXXXXX").string();
@@ -82,19 +84,8 @@ Tokens all_of(const TokenFile& file) {
   return tokens;
 }
 
-// What the ConfigError says; empty when there is none.
-template <class F>
-std::string refusal(F action) {
-  try {
-    action();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return {};
-}
-
 void expect_refused(const std::string& path, const std::vector<std::string>& words) {
-  const auto message = refusal([&] { TokenFile file(path); });
+  const auto message = thrown<ConfigError>([&] { TokenFile file(path); });
   ASSERT_FALSE(message.empty()) << path << " was accepted";
   EXPECT_EQ(message.find('\n'), std::string::npos);
   for (const auto& word : words) EXPECT_NE(message.find(word), std::string::npos) << "no '" << word << "' in: " << message;
@@ -221,7 +212,7 @@ TEST_F(TokenFileTest, NamesTheFirstTokenBeyondTheVocabulary) {
     for (std::size_t at = 0; at < tokens.size(); ++at) tokens[at] = static_cast<std::int64_t>(random.below(at, 1000));
     const auto check = [&](const std::string& path, std::uint64_t offset, std::int64_t value) {
       const TokenFilesOptions options{.paths = {path}, .vocab = 1000, .sequence = 16};
-      const auto message = refusal([&] { TokenFiles files(options); });
+      const auto message = thrown<ConfigError>([&] { TokenFiles files(options); });
       EXPECT_NE(message.find(fmt::format("token {} at byte {} is {}, must be 0 to 999", bad, offset, value)),
                 std::string::npos)
           << message;
@@ -249,7 +240,7 @@ TEST_F(TokenFileTest, NamesTheFirstTokenBeyondTheVocabulary) {
   write("s.bin", std::string(4, '\xfe'));
   const TokenFile file(write("s.idx", Index{.code = 2, .lengths = {4}, .pointers = {0}, .documents = {0, 1}}.bytes()));
   const TokenCheckOptions large{.how = TokenCheck::sample, .vocab = 50000};
-  EXPECT_NE(refusal([&] { check_tokens(file, large); }).find("token 0 at byte 0 is -2"), std::string::npos);
+  EXPECT_NE(thrown<ConfigError>([&] { check_tokens(file, large); }).find("token 0 at byte 0 is -2"), std::string::npos);
 }
 
 TEST_F(TokenFileTest, WindowsCoverTheFilesInOrder) {
@@ -283,7 +274,7 @@ TEST_F(TokenFileTest, WindowsCoverTheFilesInOrder) {
 
   auto longer = options;
   longer.sequence = 11;
-  const auto message = refusal([&] { TokenFiles refused(longer); });
+  const auto message = thrown<ConfigError>([&] { TokenFiles refused(longer); });
   EXPECT_NE(message.find("b.bin': has 11 tokens, must have at least 12"), std::string::npos) << message;
   longer.sequence = 10;
   EXPECT_EQ(TokenFiles(longer).size(), 2 + 1);

@@ -4,11 +4,13 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/train/predict.h"
+#include "tests/support/thrown.h"
 #include "tests/train/loop_fixture.h"
 
 namespace bonfire {
 namespace {
 using testing::Loop;
+using testing::thrown;
 
 // Deep enough that a few Units are little beside all of them.
 constexpr const char* deep =
@@ -22,29 +24,19 @@ Config config_of(std::int64_t ranks, const std::vector<std::string>& overrides) 
   return config;
 }
 
-template <class Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 TEST(MemoryNeed, TheCapIsComparedWithThePrediction) {
   const auto needed = predict_memory(config_of(4, {})).total();
   EXPECT_NO_THROW(require_memory(config_of(4, {})));
   EXPECT_NO_THROW(require_memory(config_of(4, {fmt::format("run.memory_cap={}", needed)})));
   const auto tight = config_of(4, {fmt::format("run.memory_cap={}", needed - 1)});
   EXPECT_THROW(require_memory(tight), ConfigError);
-  const auto error = error_of([&] { require_memory(tight); });
+  const auto error = thrown<Error>([&] { require_memory(tight); });
   for (const std::string& words : {std::string("--set run.memory_cap="), fmt::format("({} bytes)", needed),
                                    std::string("shard = 2, sharded = \"optimizer\" would fit")})
     EXPECT_NE(error.find(words), std::string::npos) << words << " is not in: " << error;
   EXPECT_EQ(error.find('\n'), std::string::npos);
   // Where what is asked for is sharded already, but not enough.
-  const auto half = error_of([] {
+  const auto half = thrown<Error>([] {
     require_memory(config_of(4, {"layout.shard=2", "layout.replicate=2", "run.memory_cap=12MiB"}));
   });
   EXPECT_NE(half.find("shard = 4, sharded = \"parameters\" would fit"), std::string::npos) << half;
@@ -67,7 +59,7 @@ TEST_F(Loop, AnAllocationThatIsRefusedSaysWhatIsNeeded) {
   EXPECT_EQ(run("llama", 1, {"run.memory_cap=100MiB"}).metrics.size(), 4u);
   EXPECT_EQ(run("llama", 1).metrics.size(), 4u) << "the cap ends with its run";
 
-  const auto advice = error_of([] { fail_for_memory(config_of(4, {}), "1 B too many"); });
+  const auto advice = thrown<Error>([] { fail_for_memory(config_of(4, {}), "1 B too many"); });
   EXPECT_NE(advice.find("out of memory: 1 B too many; layout.shard = 1"), std::string::npos) << advice;
   EXPECT_NE(advice.find("layout.shard = 2 with layout.sharded = \"optimizer\" would need less"), std::string::npos)
       << advice;
@@ -82,7 +74,7 @@ TEST(MemoryNeed, AFactorThatFitsTheCapIsNamed) {
   const auto half = peak("layout.shard=2", "layout.replicate=2"), quarter = peak("layout.shard=4", "layout.replicate=1");
   ASSERT_LT(quarter, half);
   const auto advice = [&](std::int64_t cap) {
-    return error_of([&] { fail_for_memory(config_of(4, {fmt::format("run.memory_cap={}", cap)}), "1 B too many"); });
+    return thrown<Error>([&] { fail_for_memory(config_of(4, {fmt::format("run.memory_cap={}", cap)}), "1 B too many"); });
   };
   const auto fits = [](const char* shard) {
     return fmt::format("layout.shard = {} with layout.sharded = \"parameters\" would fit: ", shard);

@@ -6,6 +6,7 @@
 #include <csignal>
 
 #include "tests/support/shell.h"
+#include "tests/support/thrown.h"
 #include "tests/train/loop_fixture.h"
 
 // What happens when the system will not write. A limit on the size of files stands for a disk that is full: the same calls
@@ -14,6 +15,7 @@ namespace bonfire {
 namespace {
 using bonfire::testing::Folder;
 using bonfire::testing::Loop;
+using bonfire::testing::thrown;
 
 class FileLimit {
  public:
@@ -41,20 +43,11 @@ int times_in(const std::string& text, const std::string& words) {
   return times;
 }
 
-template <class F>
-std::string error_of(F action) {
-  try {
-    action();
-  } catch (const WriteError& error) {
-    return error.what();
-  }
-  return {};
-}
-
 TEST(RunFile, SaysWhyItCannotBeWritten) {
   RunFile full("/dev/full", RunFile::Start::empty);
-  EXPECT_EQ(error_of([&] { full.append("x"); }), "'/dev/full': cannot be written: No space left on device");
-  EXPECT_EQ(error_of([&] { write_file("/nowhere/a", "x"); }), "'/nowhere/a': cannot be written: No such file or directory");
+  EXPECT_EQ(thrown<WriteError>([&] { full.append("x"); }), "'/dev/full': cannot be written: No space left on device");
+  EXPECT_EQ(thrown<WriteError>([&] { write_file("/nowhere/a", "x"); }),
+            "'/nowhere/a': cannot be written: No such file or directory");
 }
 
 TEST(RunFile, ARecordThatDoesNotFitLeavesNothingOfItself) {
@@ -63,8 +56,8 @@ TEST(RunFile, ARecordThatDoesNotFitLeavesNothingOfItself) {
   file.append(std::string(60, 'a'));
   {
     const FileLimit limit(100);
-    EXPECT_NE(error_of([&] { file.append(std::string(60, 'b')); }).find("File too large"), std::string::npos);
-    EXPECT_NE(error_of([&] { write_file(folder / "b", std::string(101, 'b')); }), "");
+    EXPECT_NE(thrown<WriteError>([&] { file.append(std::string(60, 'b')); }).find("File too large"), std::string::npos);
+    EXPECT_NE(thrown<WriteError>([&] { write_file(folder / "b", std::string(101, 'b')); }), "");
   }
   file.append("c");
   EXPECT_EQ(folder.read("a"), std::string(60, 'a') + "c");

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tests/comm/child.h"
+
+// How tests start ranks with the command, and what they look for in what those said.
+namespace bonfire::test {
+
+inline const std::string kBonfire = BONFIRE_BUILD_DIR "/bonfire";
+inline const std::string kProgram = BONFIRE_BUILD_DIR "/rank_program";
+
+// Words of `bonfire launch`: ranks that run a shell's script, or rank_program.
+std::vector<std::string> launch(const std::vector<std::string>& options, const std::string& script);
+std::vector<std::string> launch(int ranks, const std::vector<std::string>& options = {});
+
+bool contains(const std::string& text, const std::string& part);
+
+// Each of the ranks, rank_programs, has come to its end.
+void expect_all_done(Child& run, int ranks);
+
+}  // namespace bonfire::test
