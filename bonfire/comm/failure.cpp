@@ -3,14 +3,13 @@
 #include <csignal>
 #include <cstring>
 #include <ctime>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <tuple>
 
 #include <nlohmann/json.hpp>
 
 #include "bonfire/base/error.h"
+#include "bonfire/base/json.h"
+#include "bonfire/base/output_file.h"
 
 namespace bonfire {
 namespace {
@@ -31,36 +30,32 @@ json note_to_json(const FailureNote& note) {
           {"timestamp", static_cast<std::int64_t>(std::time(nullptr))}};
 }
 
-FailureNote note_from_json(const json& value) {
+FailureNote note_from_json(const Json& value) {
   FailureNote note;
-  const std::string kind = value.at("kind").get<std::string>();
+  const std::string& kind = value.at("kind").string();
   for (int i = 0; i < 4; ++i)
     if (kind == kKinds[i]) note.kind = static_cast<FailureNote::Kind>(i);
-  note.message = value.at("message").get<std::string>();
-  note.details = value.at("details").get<std::string>();
-  note.at = value.at("at").get<std::int64_t>();
+  note.message = value.at("message").string();
+  note.details = value.at("details").string();
+  note.at = value.at("at").integer();
   return note;
 }
 
 }  // namespace
 
 bool write_failure_note(const std::string& file, const FailureNote& note) {
-  // Renamed into place: a reader sees all of it or nothing.
-  const std::string part = file + ".part";
-  std::ofstream stream(part);
-  stream << dump(note_to_json(note)) << '\n';
-  stream.close();
-  std::error_code error;
-  if (stream) std::filesystem::rename(part, file, error);
-  return stream && !error;
+  try {
+    write_file(file, dump(note_to_json(note)) + '\n', Survives::process);
+    return true;
+  } catch (const WriteError&) {
+    return false;
+  }
 }
 
 std::optional<FailureNote> read_failure_note(const std::string& file) {
-  std::ifstream stream(file);
-  if (!stream) return std::nullopt;
   try {
-    return note_from_json(json::parse(stream));
-  } catch (const json::exception&) {
+    return note_from_json(read_json(file));
+  } catch (const Error&) {
     return std::nullopt;
   }
 }
@@ -126,18 +121,19 @@ std::string encode(const RankFailure& failure) {
 
 std::optional<RankFailure> decode_failure(const std::string& text) {
   try {
-    const json value = json::parse(text);
+    const Json value = parse_json(text, "a failure");
+    const auto number = [&](const char* key) { return static_cast<int>(value.at(key).integer()); };
     RankFailure failure;
-    failure.rank = value.at("rank").get<int>();
-    failure.node = value.at("node").get<int>();
-    failure.code = value.at("code").get<int>();
-    failure.signal = value.at("signal").get<int>();
+    failure.rank = number("rank");
+    failure.node = number("node");
+    failure.code = number("code");
+    failure.signal = number("signal");
     if (!value.at("note").is_null()) failure.note = note_from_json(value.at("note"));
-    failure.at = value.at("at").get<std::int64_t>();
-    failure.last_lines = value.at("last_lines").get<std::vector<std::string>>();
-    failure.log_file = value.at("log_file").get<std::string>();
+    failure.at = value.at("at").integer();
+    for (const Json& line : value.at("last_lines").items()) failure.last_lines.push_back(line.string());
+    failure.log_file = value.at("log_file").string();
     return failure;
-  } catch (const json::exception&) {
+  } catch (const Error&) {
     return std::nullopt;
   }
 }

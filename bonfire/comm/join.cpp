@@ -13,9 +13,9 @@
 
 #include "bonfire/base/clock.h"
 #include "bonfire/base/error.h"
+#include "bonfire/base/open_files.h"
 #include "bonfire/comm/crash.h"
 #include "bonfire/comm/cuda_plugin.h"
-#include "bonfire/comm/descriptors.h"
 #include "bonfire/comm/failure.h"
 #include "bonfire/comm/launcher.h"
 #include "bonfire/comm/progress.h"
@@ -232,7 +232,7 @@ int run_rank(JoinOptions options, const std::function<int(World&)>& program) {
     reports = reports_to(options.variables, place.error_file);
     // Whoever reads a pipe gets lines as they are printed, as a terminal does.
     std::setvbuf(stdout, nullptr, _IOLBF, 0);
-    require_open_files(0, "a rank");
+    raise_open_files();
     const CrashReport crash_report(place.rank);
     const LastException last_exception(place.error_file);
     if (!options.on_stall)

@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <memory>
 
+#include "bonfire/base/open_files.h"
 #include "bonfire/base/system_error.h"
 #include "bonfire/comm/attempt.h"
 #include "bonfire/comm/descriptors.h"

@@ -1,32 +1,27 @@
 #include "bonfire/data/token_check.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <optional>
 #include <vector>
 
 #include <nlohmann/json.hpp>
 
 #include "bonfire/base/error.h"
+#include "bonfire/base/json.h"
+#include "bonfire/base/output_file.h"
 #include "bonfire/base/size.h"
 #include "bonfire/data/token_scan.h"
 
 namespace bonfire {
 namespace {
 
-namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
 constexpr std::uint64_t piece_bytes = 1 << 20;
 
 // What a full check has found.
 struct Finding {
-  std::uint64_t bytes = 0;
+  std::int64_t bytes = 0;
   std::int64_t modified_ns = 0;
   std::int64_t largest = 0;
 };
@@ -34,33 +29,26 @@ struct Finding {
 std::string record_of(const TokenFile& file) { return file.path() + ".checked"; }
 
 std::optional<Finding> kept_finding(const TokenFile& file) {
-  std::error_code ignored;
-  if (!fs::is_regular_file(record_of(file), ignored)) return std::nullopt;
-  std::ifstream in(record_of(file));
-  const auto json = nlohmann::json::parse(in, nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object()) return std::nullopt;
-  for (const char* key : {"bytes", "modified_ns", "largest_token"})
-    if (!json.contains(key) || !json[key].is_number_integer()) return std::nullopt;
-  const Finding finding{json["bytes"].get<std::uint64_t>(), json["modified_ns"].get<std::int64_t>(),
-                        json["largest_token"].get<std::int64_t>()};
-  if (finding.bytes != file.bytes() || finding.modified_ns != file.modified_ns() || finding.largest < 0) return std::nullopt;
-  return finding;
+  try {
+    const Json json = read_json(record_of(file));
+    const Finding finding{json.at("bytes").integer(), json.at("modified_ns").integer(), json.at("largest_token").integer()};
+    if (finding.bytes == static_cast<std::int64_t>(file.bytes()) && finding.modified_ns == file.modified_ns() &&
+        finding.largest >= 0)
+      return finding;
+  } catch (const Error&) {
+    // None, or one that is not whole: the file is checked again.
+  }
+  return std::nullopt;
 }
 
-// Renamed into place: whoever reads it meanwhile finds all of it or nothing.
 void keep_finding(const TokenFile& file, std::int64_t largest, const Log& log) {
   const nlohmann::ordered_json json{
       {"bytes", file.bytes()}, {"modified_ns", file.modified_ns()}, {"largest_token", largest}};
-  const auto record = record_of(file), part = record + "." + std::to_string(::getpid()) + ".part";
-  errno = 0;
-  std::ofstream out(part);
-  out << json.dump() << '\n';
-  out.close();
-  std::error_code error(errno, std::generic_category());
-  if (out) fs::rename(part, record, error);
-  if (out && !error) return;
-  log.info("'{}' cannot be written ({}): '{}' will be checked again next time", record, error.message(), file.path());
-  fs::remove(part, error);
+  try {
+    write_file(record_of(file), json.dump() + '\n', Survives::process);
+  } catch (const WriteError& error) {
+    log.info("{}; '{}' will be checked again next time", error.what(), file.path());
+  }
 }
 
 // Reads pieces of a file, one after another.

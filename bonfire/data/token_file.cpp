@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "bonfire/base/error.h"
-#include "bonfire/data/input_file.h"
+#include "bonfire/base/input_file.h"
 #include "bonfire/data/token_formats.h"
 
 namespace bonfire {
@@ -95,6 +95,7 @@ TokenFile::TokenFile(const std::string& path, IndexCheck check) {
 
 void TokenFile::open_llmc(const std::string& path) {
   file_ = std::make_shared<InputFile>(path);
+  if (file_->size() == 0) fail_config("'{}': is empty", path);
   const auto magic = file_->at<std::int32_t>(0);
   if (magic != llmc::magic_u16 && magic != llmc::magic_u32)
     fail_config(

@@ -1,11 +1,8 @@
 #include "bonfire/data/token_writer.h"
 
 #include <array>
-#include <cerrno>
-#include <cstring>
 #include <filesystem>
 #include <limits>
-#include <system_error>
 
 #include "bonfire/base/error.h"
 #include "bonfire/data/token_formats.h"
@@ -14,14 +11,6 @@ namespace bonfire {
 namespace {
 
 constexpr auto most_in_an_int = static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max());
-
-std::string partial(const std::string& path) { return path + ".partial"; }
-
-std::ofstream create(const std::string& path) {
-  std::ofstream file(path, std::ios::binary | std::ios::trunc);
-  if (!file) fail("'{}': {}", path, std::strerror(errno));
-  return file;
-}
 
 template <class T>
 std::vector<T> narrowed(std::span<const std::int64_t> tokens) {
@@ -39,37 +28,19 @@ TokenWriter::TokenWriter(const TokenWriterOptions& options) : options_(options) 
   if (options.format == TokenFormat::llmc && std::filesystem::exists(index_path_))
     fail_config("'{}': the Megatron index '{}' lies beside it and would be taken for this file's", options.path,
                 index_path_);
-  file_ = create(partial(options.path));
-  const std::array<std::int32_t, 256> zeros{};
-  if (options.format == TokenFormat::llmc) write(file_, options.path, zeros.data(), llmc::header_bytes);
-}
-
-TokenWriter::~TokenWriter() {
-  std::error_code ignored;
-  std::filesystem::remove(partial(options_.path), ignored);
-  std::filesystem::remove(partial(index_path_), ignored);
-}
-
-void TokenWriter::write(std::ofstream& file, const std::string& path, const void* data, std::uint64_t bytes) {
-  file.write(static_cast<const char*>(data), static_cast<std::streamsize>(bytes));
-  if (!file) fail("'{}': cannot be written: {}", partial(path), std::strerror(errno));
-}
-
-void TokenWriter::close(std::ofstream& file, const std::string& path) {
-  file.close();
-  if (!file) fail("'{}': cannot be written: {}", partial(path), std::strerror(errno));
+  file_.emplace(options.path);
+  const std::array<std::int32_t, llmc::header_bytes / 4> zeros{};
+  if (options.format == TokenFormat::llmc) file_->append(std::as_bytes(std::span(zeros)));
 }
 
 void TokenWriter::append(std::span<const std::int64_t> tokens) {
   for (const auto token : tokens)
     require(token >= 0 && token < options_.vocab, "token {} is not in the vocabulary of {}", token, options_.vocab);
-  if (width_ == 2) {
-    const auto narrow = narrowed<std::uint16_t>(tokens);
-    write(file_, options_.path, narrow.data(), narrow.size() * 2);
-  } else {
-    const auto narrow = narrowed<std::uint32_t>(tokens);
-    write(file_, options_.path, narrow.data(), narrow.size() * 4);
-  }
+  const auto write = [&](const auto& narrow) { file_->append(std::as_bytes(std::span(narrow))); };
+  if (width_ == 2)
+    write(narrowed<std::uint16_t>(tokens));
+  else
+    write(narrowed<std::uint32_t>(tokens));
   tokens_ += tokens.size();
   in_document_ += tokens.size();
 }
@@ -87,11 +58,15 @@ void TokenWriter::end_document() {
 void TokenWriter::finish() {
   end_document();
   require(tokens_ > 0, "'{}': there is no token to write", options_.path);
-  if (options_.format == TokenFormat::llmc) write_header();
-  close(file_, options_.path);
-  if (options_.format == TokenFormat::megatron) write_index();
-  std::filesystem::rename(partial(options_.path), options_.path);
-  if (options_.format == TokenFormat::megatron) std::filesystem::rename(partial(index_path_), index_path_);
+  if (options_.format == TokenFormat::llmc) {
+    write_header();
+    file_->commit();
+    return;
+  }
+  OutputFile index(index_path_);
+  write_index(index);
+  file_->commit();
+  index.commit();
 }
 
 void TokenWriter::write_header() {
@@ -100,26 +75,23 @@ void TokenWriter::write_header() {
   const std::array<std::int32_t, 3> header{width_ == 2 ? llmc::magic_u16 : llmc::magic_u32,
                                            width_ == 2 ? llmc::version_u16 : llmc::version_u32,
                                            static_cast<std::int32_t>(tokens_)};
-  file_.seekp(0);
-  write(file_, options_.path, header.data(), sizeof(header));
+  file_->overwrite(0, std::as_bytes(std::span(header)));
 }
 
-void TokenWriter::write_index() {
-  auto index = create(partial(index_path_));
-  const auto put = [&](const auto& value) { write(index, index_path_, &value, sizeof(value)); };
-  write(index, index_path_, megatron::magic, megatron::magic_bytes);
+void TokenWriter::write_index(OutputFile& index) const {
+  const auto put = [&](const auto& value) { index.append(std::as_bytes(std::span(&value, 1))); };
+  index.append(std::as_bytes(std::span(megatron::magic, megatron::magic_bytes)));
   put(std::uint64_t{1});
   put(width_ == 2 ? megatron::code_u16 : megatron::code_i32);
   put(std::uint64_t{documents_.size()});
   put(std::uint64_t{documents_.size() + 1});
-  write(index, index_path_, documents_.data(), documents_.size() * sizeof(documents_[0]));
+  index.append(std::as_bytes(std::span(documents_)));
   std::int64_t pointer = 0;
   for (const auto length : documents_) {
     put(pointer);
     pointer += std::int64_t{length} * static_cast<std::int64_t>(width_);
   }
   for (std::uint64_t bound = 0; bound <= documents_.size(); ++bound) put(static_cast<std::int64_t>(bound));
-  close(index, index_path_);
 }
 
 }  // namespace bonfire

@@ -1,12 +1,13 @@
 #pragma once
 
 #include <cstdint>
-#include <fstream>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "bonfire/base/api.h"
+#include "bonfire/base/output_file.h"
 
 namespace bonfire {
 
@@ -18,14 +19,11 @@ struct TokenWriterOptions {
   std::int64_t vocab = 0;  // decides how wide a token is
 };
 
-// Writes a token file, document by document. The file has its name only once it is whole: until finish() it is
-// PATH.partial, which goes with the writer.
+// Writes a token file, document by document. The file has its name only once it is whole; without finish(), what
+// was written goes with the writer.
 class BONFIRE_API TokenWriter {
  public:
   explicit TokenWriter(const TokenWriterOptions& options);
-  ~TokenWriter();
-  TokenWriter(const TokenWriter&) = delete;
-  TokenWriter& operator=(const TokenWriter&) = delete;
 
   void append(std::span<const std::int64_t> tokens);
   void end_document();
@@ -36,14 +34,12 @@ class BONFIRE_API TokenWriter {
   std::uint64_t width() const { return width_; }  // bytes of a token
 
  private:
-  void write(std::ofstream& file, const std::string& path, const void* data, std::uint64_t bytes);
-  void close(std::ofstream& file, const std::string& path);
   void write_header();
-  void write_index();
+  void write_index(OutputFile& index) const;
 
   TokenWriterOptions options_;
   std::string index_path_;
-  std::ofstream file_;
+  std::optional<OutputFile> file_;
   std::uint64_t width_;
   std::uint64_t tokens_ = 0;
   std::uint64_t in_document_ = 0;

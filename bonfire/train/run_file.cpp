@@ -5,15 +5,11 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
-#include <system_error>
+#include <span>
 #include <utility>
 
 namespace bonfire {
 namespace fs = std::filesystem;
-
-WriteError::WriteError(const fs::path& file, int reason)
-    : Error(fmt::format("'{}': cannot be written: {}", file.string(), std::strerror(reason))), reason_(reason) {}
 
 RunFile::RunFile(fs::path path, Start start) : path_(std::move(path)) {
   file_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | (start == Start::empty ? O_TRUNC : 0), 0666);
@@ -25,34 +21,13 @@ RunFile::RunFile(fs::path path, Start start) : path_(std::move(path)) {
 RunFile::~RunFile() { ::close(file_); }
 
 void RunFile::append(std::string_view record) {
-  auto left = record;
-  while (!left.empty()) {
-    const auto at = size_ + static_cast<std::int64_t>(record.size() - left.size());
-    const ssize_t written = ::pwrite(file_, left.data(), left.size(), at);
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) {
-      const int reason = written == 0 ? ENOSPC : errno;
-      [[maybe_unused]] const int shortened = ::ftruncate(file_, size_);
-      throw WriteError(path_, reason);
-    }
-    left.remove_prefix(static_cast<std::size_t>(written));
+  try {
+    write_at(file_, path_, static_cast<std::uint64_t>(size_), std::as_bytes(std::span(record)));
+  } catch (const WriteError&) {
+    [[maybe_unused]] const int shortened = ::ftruncate(file_, size_);
+    throw;
   }
   size_ += static_cast<std::int64_t>(record.size());
-}
-
-void write_file(const fs::path& file, std::string_view content) {
-  fs::path fresh = file;
-  fresh += ".part";
-  try {
-    RunFile(fresh, RunFile::Start::empty).append(content);
-  } catch (const WriteError& error) {
-    std::error_code ignored;
-    fs::remove(fresh, ignored);
-    throw WriteError(file, error.reason());
-  }
-  std::error_code error;
-  fs::rename(fresh, file, error);
-  if (error) throw WriteError(file, error.value());
 }
 
 DiskPolicy::DiskPolicy(const Config& config, Log log) : stops_(config.run.disk_full == "stop"), log_(std::move(log)) {}

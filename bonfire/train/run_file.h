@@ -7,21 +7,11 @@
 #include <string_view>
 
 #include "bonfire/base/api.h"
-#include "bonfire/base/error.h"
 #include "bonfire/base/log.h"
+#include "bonfire/base/output_file.h"
 #include "bonfire/train/config.h"
 
 namespace bonfire {
-
-// The system would not write a file: "'FILE': cannot be written: No space left on device".
-class BONFIRE_API WriteError : public Error {
- public:
-  WriteError(const std::filesystem::path& file, int reason);
-  int reason() const { return reason_; }  // errno
-
- private:
-  int reason_;
-};
 
 // A file that grows by whole records: one that does not fit leaves nothing of itself.
 class BONFIRE_API RunFile {
@@ -41,9 +31,6 @@ class BONFIRE_API RunFile {
   int file_ = -1;
   std::int64_t size_ = 0;
 };
-
-// Writes a file so that a reader finds either all of it or nothing. Throws WriteError.
-BONFIRE_API void write_file(const std::filesystem::path& file, std::string_view content);
 
 // What becomes of a run whose files cannot be written: [run] disk_full.
 class BONFIRE_API DiskPolicy {

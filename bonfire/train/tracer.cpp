@@ -97,7 +97,7 @@ void Tracer::end_step(std::int64_t step) {
     // On another machine than rank 0's the run folder may not be there yet.
     std::error_code exists;
     std::filesystem::create_directories(file.parent_path(), exists);
-    write_file(file, Trace::file(events));
+    write_file(file, Trace::file(events), Survives::process);
   });
 }
 

@@ -5,7 +5,6 @@
 #include <fstream>
 
 #include "bonfire/base/error.h"
-#include "bonfire/train/run_file.h"
 #include "tests/support/shell.h"
 
 namespace bonfire {
@@ -40,17 +39,6 @@ TEST_F(RunFolder, ThatCannotBeMadeIsTheUsersError) {
   std::ofstream(parent_ / "file") << "x";
   config_.run.folder = (parent_ / "file" / "runs").string();
   EXPECT_THROW(make_run_folder(config_), ConfigError);
-}
-
-TEST_F(RunFolder, AFileIsWrittenWholeOrNotAtAll) {
-  fs::create_directories(parent_);
-  write_file(parent_ / "a", "one");
-  write_file(parent_ / "a", "two");
-  std::string content;
-  std::ifstream(parent_ / "a") >> content;
-  EXPECT_EQ(content, "two");
-  EXPECT_THROW(write_file(parent_ / "nowhere" / "a", "x"), Error);
-  EXPECT_EQ(std::distance(fs::directory_iterator(parent_), fs::directory_iterator()), 1);
 }
 
 }  // namespace

@@ -12,9 +12,9 @@ namespace bonfire {
 
 // A plain file, read where it is asked for. Any thread may read. It is not mapped into memory, because a mapping turns a
 // file that shrinks, or a disk that fails, into a signal; here they are errors that name the file.
-class InputFile {
+class BONFIRE_API InputFile {
  public:
-  // Throws ConfigError where the file is missing, is not a plain file, cannot be read or is empty.
+  // Throws ConfigError where the file is missing, is not a plain file or cannot be read.
   explicit InputFile(std::string path);
   ~InputFile();
   InputFile(const InputFile&) = delete;
@@ -26,6 +26,9 @@ class InputFile {
 
   // Throws Error where the file has become shorter than that, or cannot be read.
   void read(std::uint64_t offset, std::span<std::byte> bytes) const;
+
+  // All of it. Throws ConfigError where it is larger than `most` bytes: what is read whole is small.
+  std::string text(std::uint64_t most) const;
 
   // The little-endian value at a byte. Throws ConfigError where the file ends before it.
   template <class T>

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <string>
+
+#include "bonfire/base/api.h"
+
+namespace bonfire {
+
+// Lets this process, and what it starts, open as many files as the system allows without asking: the hard limit. False
+// where it may already, or where the system refuses.
+BONFIRE_API bool raise_open_files();
+
+// Raises the limit too. Throws ConfigError that names `what` and both numbers where more than the hard limit are needed.
+BONFIRE_API void require_open_files(long needed, const std::string& what);
+
+}  // namespace bonfire
