@@ -44,8 +44,9 @@ BONFIRE_API std::int64_t crossing_bytes(const ModelDescription& model, const Pip
 BONFIRE_API std::vector<Collective> collectives_of_step(const ModelDescription& model, const PipelineLayout& layout,
                                                         int rank);
 
-// The peak of a pipeline rank. `options.tokens` does not count.
+// The peak of a pipeline rank, or of the rank that needs most. `options.tokens` does not count.
 BONFIRE_API Memory memory_of(const ModelDescription& model, const PipelineLayout& layout, const MemoryOptions& options,
                              int rank);
+BONFIRE_API Memory memory_of(const ModelDescription& model, const PipelineLayout& layout, const MemoryOptions& options);
 
 }  // namespace bonfire::plan

@@ -357,4 +357,13 @@ Memory memory_of(const ModelDescription& model, const PipelineLayout& layout, co
   return RowMemory(model, layout, options, rank).run();
 }
 
+Memory memory_of(const ModelDescription& model, const PipelineLayout& layout, const MemoryOptions& options) {
+  Memory most;
+  for (int rank = 0; rank < layout.table.ranks(); ++rank) {
+    const Memory memory = memory_of(model, layout, options, rank);
+    if (memory.total() > most.total()) most = memory;
+  }
+  return most;
+}
+
 }  // namespace bonfire::plan

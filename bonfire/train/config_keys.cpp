@@ -1,249 +1,47 @@
 #include "bonfire/train/config_keys.h"
 
-#include <iterator>
+#include "bonfire/base/error.h"
 
-// The table is the one place that knows a key: a row is all that a new option needs to be read, checked, overridden,
-// written to the run folder and described in docs/configuration.md. This half says what is trained on what.
 namespace bonfire {
 namespace {
 
-// The empty name, no preset, is a choice too.
-std::vector<std::string> preset_names() {
-  auto names = plan::published_model_names();
-  names.insert(names.begin(), "");
-  return names;
+const std::vector<ConfigSection>& sections() {
+  static const std::vector<ConfigSection> all = {run_section(),        model_section(),     data_section(),
+                                                 train_section(),      optimizer_section(), layout_section(),
+                                                 checkpoint_section(), fault_section()};
+  return all;
 }
 
-std::vector<ConfigKey> all_keys() {
-  std::vector<ConfigKey> keys = {
-      {.name = "run.name", .field = BONFIRE_FIELD(run.name), .help = "Name of the run and of its folder."},
-      {.name = "run.folder",
-       .field = BONFIRE_FIELD(run.folder),
-       .help = "Folder in which run folders are created. If `NAME` exists already, a number is appended; `NAME-latest` "
-               "links to the newest."},
-      {.name = "run.device",
-       .field = BONFIRE_FIELD(run.device),
-       .help = "Device to train on. `auto` uses the GPU if there is one that works, and the CPU otherwise.",
-       .choices = {"auto", "cpu", "cuda"}},
-      {.name = "run.threads",
-       .field = BONFIRE_FIELD(run.threads),
-       .help = "CPU threads per rank. 0 uses `OMP_NUM_THREADS` if it is set, and otherwise divides the machine's cores "
-               "among its ranks.",
-       .range = {.at_least = 0, .at_most = 4096}},
-      {.name = "run.timeout",
-       .field = BONFIRE_FIELD(run.timeout),
-       .help = "Seconds after which an unfinished collective is an error.",
-       .range = {.more_than = 0, .at_most = 1e9}},
-      {.name = "run.watchdog",
-       .field = BONFIRE_FIELD(run.watchdog),
-       .help = "Seconds that ranks wait for a rank that has fallen behind before the run ends with an error that names "
-               "the rank and the collective. 0 disables this. `BONFIRE_STALL_TIMEOUT` overrides it.",
-       .range = {.at_least = 0, .at_most = 1e9}},
-      {.name = "run.heartbeat",
-       .field = BONFIRE_FIELD(run.heartbeat),
-       .help = "Seconds without a heartbeat after which a rank counts as lost and the run ends. 0 disables this. "
-               "`BONFIRE_HEARTBEAT_TIMEOUT` overrides it.",
-       .range = {.at_least = 0, .at_most = 1e9}},
-      {.name = "run.debug_collectives",
-       .field = BONFIRE_FIELD(run.debug_collectives),
-       .help = "Compare the kind, shape, dtype and sequence number of each collective between ranks before it starts. "
-               "Slow; for debugging."},
-      {.name = "run.debug_parameters",
-       .field = BONFIRE_FIELD(run.debug_parameters),
-       .help = "Check every tensor that enters or leaves a Unit: none may use the memory of a parameter that has been "
-               "freed. Slow; for debugging."},
-      {.name = "run.memory_cap",
-       .field = BONFIRE_FIELD(run.memory_cap),
-       .help = "Upper limit for the tensor memory of one rank. A layout that needs more is refused before training "
-               "starts, with the memory it needs and a layout that would fit. 0 means no limit.",
-       .range = {.at_least = 0}},
-      {.name = "run.disk_full",
-       .field = BONFIRE_FIELD(run.disk_full),
-       .help = "What to do if a file of the run folder (metrics, TensorBoard events, trace) cannot be written, for "
-               "example because the disk is full: `warn` logs the reason and training continues, `stop` ends the run. "
-               "A run that has completed all its steps never fails because of this.",
-       .choices = {"warn", "stop"}},
-
-      {.name = "model.preset",
-       .field = BONFIRE_FIELD(model.preset),
-       .help = "A published model configuration; the other keys of this section override parts of it.",
-       .choices = preset_names()},
-      {.name = "model.type",
-       .field = BONFIRE_FIELD(model.type),
-       .help = "Model family.",
-       .choices = {"llama", "gpt2", "vgg", "mlp"}},
-      {.name = "model.dim",
-       .field = BONFIRE_FIELD(model.spec.dim),
-       .help = "Width of the hidden state.",
-       .range = {.at_least = 1, .at_most = 1e6},
-       .where_key = "model.type",
-       .where_values = {"llama", "gpt2", "mlp"}},
-      {.name = "model.layers",
-       .field = BONFIRE_FIELD(model.spec.layers),
-       .help = "Number of blocks.",
-       .range = {.at_least = 1, .at_most = 1e5},
-       .where_key = "model.type",
-       .where_values = {"llama", "gpt2", "mlp"}},
-      {.name = "model.heads",
-       .field = BONFIRE_FIELD(model.spec.heads),
-       .help = "Number of attention heads; must divide `dim`.",
-       .range = {.at_least = 1, .at_most = 1e5},
-       .where_key = "model.type",
-       .where_values = {"llama", "gpt2"}},
-      {.name = "model.kv_heads",
-       .field = BONFIRE_FIELD(model.spec.kv_heads),
-       .help = "Number of key and value heads; must divide `heads`. 0 means the same as `heads`.",
-       .range = {.at_least = 0, .at_most = 1e5},
-       .where_key = "model.type",
-       .where_values = {"llama"}},
-      {.name = "model.head_dim",
-       .field = BONFIRE_FIELD(model.spec.head_dim),
-       .help = "Width of an attention head. 0 means `dim` divided by `heads`.",
-       .range = {.at_least = 0, .at_most = 1e5},
-       .where_key = "model.type",
-       .where_values = {"llama"}},
-      {.name = "model.ffn",
-       .field = BONFIRE_FIELD(model.spec.ffn),
-       .help = "Width of the feed-forward layers; for `vgg`, of the classifier's two hidden layers. 0 means 4 times "
-               "`dim`, or 64 times `width` for `vgg`.",
-       .range = {.at_least = 0, .at_most = 1e7}},
-      {.name = "model.vocab",
-       .field = BONFIRE_FIELD(model.spec.vocab),
-       .help = "Vocabulary size.",
-       .range = {.at_least = 2, .at_most = 1e9},
-       .reads_tokens = true},
-      {.name = "model.positions",
-       .field = BONFIRE_FIELD(model.spec.positions),
-       .help = "Longest sequence. 0 means `data.sequence`.",
-       .range = {.at_least = 0, .at_most = 1e8},
-       .where_key = "model.type",
-       .where_values = {"llama", "gpt2"}},
-      {.name = "model.tied",
-       .field = BONFIRE_FIELD(model.spec.tied),
-       .help = "Whether the head shares its weight with the embedding.",
-       .reads_tokens = true},
-      {.name = "model.dropout",
-       .field = BONFIRE_FIELD(model.spec.dropout),
-       .help = "Dropout probability.",
-       .range = {.at_least = 0, .less_than = 1},
-       .where_key = "model.type",
-       .where_values = {"gpt2", "mlp", "vgg"}},
-      {.name = "model.norm_eps",
-       .field = BONFIRE_FIELD(model.spec.norm_eps),
-       .help = "Epsilon added to the variance in normalisation layers.",
-       .range = {.more_than = 0},
-       .where_key = "model.type",
-       .where_values = {"llama", "gpt2"}},
-      {.name = "model.rope_theta",
-       .field = BONFIRE_FIELD(model.spec.rope_theta),
-       .help = "Base of the rotary position embeddings.",
-       .range = {.more_than = 0},
-       .where_key = "model.type",
-       .where_values = {"llama"}},
-      {.name = "model.inputs",
-       .field = BONFIRE_FIELD(model.spec.inputs),
-       .help = "Size of the input vector, which the model classifies into `classes`. 0 makes the model read tokens.",
-       .range = {.at_least = 0, .at_most = 1e8},
-       .where_key = "model.type",
-       .where_values = {"mlp"}},
-      {.name = "model.classes",
-       .field = BONFIRE_FIELD(model.spec.classes),
-       .help = "Number of classes.",
-       .range = {.at_least = 2, .at_most = 1e8},
-       .where_key = "model.type",
-       .where_values = {"vgg", "mlp"},
-       .reads_tokens = false},
-      {.name = "model.image",
-       .field = BONFIRE_FIELD(model.spec.image),
-       .help = "Height and width of an image.",
-       .range = {.at_least = 1, .at_most = 1e5},
-       .where_key = "model.type",
-       .where_values = {"vgg"}},
-      {.name = "model.channels",
-       .field = BONFIRE_FIELD(model.spec.channels),
-       .help = "Number of image channels.",
-       .range = {.at_least = 1, .at_most = 1e5},
-       .where_key = "model.type",
-       .where_values = {"vgg"}},
-      {.name = "model.pool",
-       .field = BONFIRE_FIELD(model.spec.pool),
-       .help = "Height and width of the feature map that the classifier reads.",
-       .range = {.at_least = 1, .at_most = 1e5},
-       .where_key = "model.type",
-       .where_values = {"vgg"}},
-      {.name = "model.width",
-       .field = BONFIRE_FIELD(model.spec.width),
-       .help = "Channels of the first convolution if `convolutions` is empty; 64 is the published network.",
-       .range = {.at_least = 1, .at_most = 1e5},
-       .where_key = "model.type",
-       .where_values = {"vgg"}},
-      {.name = "model.convolutions",
-       .field = BONFIRE_FIELD(model.spec.convolutions),
-       .help = "Output channels of each 3x3 convolution; 0 stands for a pooling layer. Empty means those of VGG16, "
-               "scaled to `width`.",
-       .range = {.at_least = 0, .at_most = 1e6},
-       .where_key = "model.type",
-       .where_values = {"vgg"}},
-
-      {.name = "data.type",
-       .field = BONFIRE_FIELD(data.type),
-       .help = "`synthetic`: generated from the seed, with known entropy. `tokens`: token files (llm.c or Megatron).",
-       .choices = {"synthetic", "tokens"}},
-      {.name = "data.sequence",
-       .field = BONFIRE_FIELD(data.sequence),
-       .help = "Tokens per sample.",
-       .range = {.at_least = 1, .at_most = 1e8},
-       .reads_tokens = true},
-      {.name = "data.paths",
-       .field = BONFIRE_FIELD(data.paths),
-       .help = "Token files to train on.",
-       .where_key = "data.type",
-       .where_values = {"tokens"}},
-      {.name = "data.check",
-       .field = BONFIRE_FIELD(data.check),
-       .help = "How much of the token files is checked against the vocabulary before training starts: `full`, every "
-               "token, once (the result is kept in `FILE.checked` until the file changes); `sample`, 256 MiB spread "
-               "over the files; `off`. In every case, each sample is checked when it is read.",
-       .choices = {"sample", "full", "off"},
-       .where_key = "data.type",
-       .where_values = {"tokens"}},
-      {.name = "data.held_out",
-       .field = BONFIRE_FIELD(data.held_out),
-       .help = "Fraction of the samples, taken from the end, that is kept for evaluation and never trained on. For "
-               "unlimited synthetic data this is always one half.",
-       .range = {.more_than = 0, .less_than = 1}},
-      {.name = "data.seed",
-       .field = BONFIRE_FIELD(data.seed),
-       .help = "Seed of the synthetic data.",
-       .range = {.at_least = 0},
-       .where_key = "data.type",
-       .where_values = {"synthetic"}},
-      {.name = "data.branching",
-       .field = BONFIRE_FIELD(data.branching),
-       .help = "Number of tokens that can follow each token in the synthetic Markov chain.",
-       .range = {.at_least = 1, .at_most = 1e6},
-       .where_key = "data.type",
-       .where_values = {"synthetic"},
-       .reads_tokens = true},
-      {.name = "data.noise",
-       .field = BONFIRE_FIELD(data.noise),
-       .help = "Standard deviation of the noise added to synthetic images and vectors, whose own standard deviation is "
-               "1.",
-       .range = {.at_least = 0},
-       .where_key = "data.type",
-       .where_values = {"synthetic"},
-       .reads_tokens = false},
-  };
-  auto more = training_keys();
-  keys.insert(keys.end(), std::make_move_iterator(more.begin()), std::make_move_iterator(more.end()));
-  return keys;
+template <class Row>
+std::vector<Row> rows_of_all(std::vector<Row> ConfigSection::*rows) {
+  std::vector<Row> all;
+  for (const auto& section : sections()) all.insert(all.end(), (section.*rows).begin(), (section.*rows).end());
+  return all;
 }
 
 }  // namespace
 
 const std::vector<ConfigKey>& config_keys() {
-  static const std::vector<ConfigKey> keys = all_keys();
+  static const std::vector<ConfigKey> keys = rows_of_all(&ConfigSection::keys);
   return keys;
+}
+
+const std::vector<LaterKey>& later_keys() {
+  static const std::vector<LaterKey> keys = rows_of_all(&ConfigSection::later);
+  return keys;
+}
+
+std::vector<std::string> config_sections() {
+  std::vector<std::string> names;
+  for (const auto& section : sections())
+    if (!section.keys.empty()) names.push_back(section.name);
+  return names;
+}
+
+const std::string& help_of_section(const std::string& name) {
+  for (const auto& section : sections())
+    if (section.name == name) return section.help;
+  fail("no section [{}]", name);
 }
 
 }  // namespace bonfire

@@ -50,12 +50,29 @@ struct LaterKey {
   std::string waits_for;
 };
 
+// A section of the file, in a source of its own. Its keys are the one place that knows them: a row is all that a new option
+// needs to be read, checked, overridden, written to the run folder and described in docs/configuration.md.
+struct ConfigSection {
+  std::string name;
+  std::string help = {};
+  std::vector<ConfigKey> keys = {};  // none: all of it comes later
+  std::vector<LaterKey> later = {};
+};
+ConfigSection run_section();
+ConfigSection model_section();
+ConfigSection data_section();
+ConfigSection train_section();
+ConfigSection optimizer_section();
+ConfigSection layout_section();
+ConfigSection checkpoint_section();
+ConfigSection fault_section();
+
+// Of all sections, in the order of the reference page.
 const std::vector<ConfigKey>& config_keys();
-std::vector<ConfigKey> training_keys();  // those of [train] and after
 const std::vector<LaterKey>& later_keys();
 const std::string& help_of_section(const std::string& section);
 
-// Each section once, in the order of the table.
+// Each that has keys.
 std::vector<std::string> config_sections();
 std::vector<std::string> keys_of_section(const std::string& section);
 const ConfigKey* find_key(const std::string& name);

@@ -1,22 +1,12 @@
 #include <algorithm>
-#include <map>
 
 #include <fmt/ranges.h>
 
-#include "bonfire/base/error.h"
 #include "bonfire/base/size.h"
 #include "bonfire/train/config_keys.h"
 
 // Questions about the table of keys.
 namespace bonfire {
-
-std::vector<std::string> config_sections() {
-  std::vector<std::string> sections;
-  for (const auto& key : config_keys()) {
-    if (sections.empty() || sections.back() != key.section()) sections.push_back(key.section());
-  }
-  return sections;
-}
 
 std::vector<std::string> keys_of_section(const std::string& section) {
   std::vector<std::string> keys;
@@ -117,35 +107,6 @@ std::optional<std::string> why_not(const ConfigKey& key, const Config& config) {
                        *key.reads_tokens ? "llama | gpt2 | mlp with inputs = 0" : "vgg | mlp with inputs more than 0");
   }
   return std::nullopt;
-}
-
-const std::vector<LaterKey>& later_keys() {
-  static const std::vector<LaterKey> keys = {
-      {"model.reversible", "reversible blocks"},
-      {"model.from", "importing Hugging Face folders"},
-      {"layout.sequence_parallel", "tensor parallelism"},
-      {"layout.recompute_every", "recomputation"},
-      {"layout.server", "the parameter server"},
-      {"checkpoint.every", "checkpoints"},
-      {"checkpoint.keep", "checkpoints"},
-      {"checkpoint.asynchronous", "checkpoints"},
-  };
-  return keys;
-}
-
-const std::string& help_of_section(const std::string& section) {
-  static const std::map<std::string, std::string> help = {
-      {"run", "The run folder, the device, and time and memory limits."},
-      {"model", "The model."},
-      {"data", "The training data."},
-      {"train", "Number of steps, batch size, precision, initialisation, clipping, evaluation and logging."},
-      {"optimizer", "The optimizer and the learning rate."},
-      {"layout",
-       "How the model is distributed over ranks. The product of the five axes (pipeline, replicate, shard, context, "
-       "tensor) is the number of ranks. If no axis is given, `replicate` is the number of ranks."},
-      {"fault", "Injected faults, for tests only."},
-  };
-  return help.at(section);
 }
 
 }  // namespace bonfire

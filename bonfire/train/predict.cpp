@@ -101,14 +101,7 @@ plan::PipelineLayout pipeline_of(const Config& config) {
 plan::Memory predict_memory(const Config& config) {
   const auto options = memory_options_of(config);
   if (config.layout.pipeline == 1) return plan::memory_of(wrapped_model_of(config), data_parallel_of(config), options);
-  const auto model = model_of(config);
-  const auto layout = pipeline_of(config);
-  plan::Memory most;
-  for (int rank = 0; rank < layout.table.ranks(); ++rank) {
-    const auto memory = plan::memory_of(model, layout, options, rank);
-    if (memory.total() > most.total()) most = memory;
-  }
-  return most;
+  return plan::memory_of(model_of(config), pipeline_of(config), options);
 }
 
 double step_flops(const Config& config) {

@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "bonfire/plan/pipeline.h"
 #include "bonfire/schedule/generate.h"
 #include "bonfire/schedule/passes.h"
@@ -66,6 +68,15 @@ TEST(PipelineMemory, CountsNothingThatFrozenStagesDoNotKeep) {
   const auto frozen = memory_of(model, layout, {}, 0);
   EXPECT_EQ(frozen.state.total(), frozen.state.parameters);
   EXPECT_LT(frozen.activations, all.activations / 4);
+}
+
+TEST(PipelineMemory, OfAPipelineIsThatOfTheRankThatNeedsMost) {
+  for (const char* name : {"gpipe", "1f1b", "interleaved"}) {
+    const auto layout = layout_of(name, 4);
+    const auto first = of(name, 4, 0).total(), second = of(name, 4, 1).total();
+    EXPECT_NE(first, second);
+    EXPECT_EQ(memory_of(describe(spec), layout, {.on_host = true}).total(), std::max(first, second)) << name;
+  }
 }
 
 }  // namespace
