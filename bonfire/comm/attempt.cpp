@@ -48,7 +48,8 @@ Variables rank_variables(const LauncherOptions& options) {
 Attempt::Attempt(const LauncherOptions& options, Setting setting)
     : options_(options),
       setting_(std::move(setting)),
-      limits_(StallLimits::from(rank_variables(options))),
+      variables_(common_variables()),
+      limits_(StallLimits::from(variables_)),
       held_({.store = {.server = setting_.store, .token = options.token, .connect_timeout = 5s, .answer_timeout = 5s},
              .attempt = setting_.number,
              .log = options.log}) {}
@@ -111,19 +112,20 @@ Attempt::Rank Attempt::start(int local) {
                      .raw = options_.echo == Echo::first,
                      .log = options_.log},
                     setting_.terminal);
-  const Variables variables = variables_of(local, number, error_file);
+  Variables variables = variables_;
+  variables["RANK"] = std::to_string(number);
+  variables["LOCAL_RANK"] = std::to_string(local);
+  variables["BONFIRE_ERROR_FILE"] = error_file;
   RankProcess process = start_rank(number, {options_.program, variables, setting_.signals.ignored()});
   return {std::move(process), std::move(output), log_file, error_file};
 }
 
-Variables Attempt::variables_of(int local, int number, const std::string& error_file) const {
+Variables Attempt::common_variables() const {
   Variables variables = rank_variables(options_);
   if (variables["OMP_NUM_THREADS"].empty())
     variables["OMP_NUM_THREADS"] = std::to_string(threads_per_rank(variables, options_.ranks, usable_cores()));
   spin_shortly(variables);
-  variables["RANK"] = std::to_string(number);
   variables["WORLD_SIZE"] = std::to_string(options_.ranks * options_.nodes);
-  variables["LOCAL_RANK"] = std::to_string(local);
   variables["LOCAL_WORLD_SIZE"] = std::to_string(options_.ranks);
   variables["GROUP_RANK"] = std::to_string(options_.node);
   variables["MASTER_ADDR"] = setting_.store.host;
@@ -133,7 +135,6 @@ Variables Attempt::variables_of(int local, int number, const std::string& error_
   variables["TORCHELASTIC_RUN_ID"] = to_string(setting_.store);
   variables.insert_or_assign("BONFIRE_LAUNCHER", std::string(1, '1'));
   variables["BONFIRE_TOKEN"] = options_.token;
-  variables["BONFIRE_ERROR_FILE"] = error_file;
   return variables;
 }
 

@@ -55,7 +55,7 @@ class Attempt {
 
   void start();
   Rank start(int local);
-  Variables variables_of(int local, int number, const std::string& error_file) const;
+  Variables common_variables() const;
   int living() const;
   void wait_for_events();
 
@@ -77,6 +77,7 @@ class Attempt {
 
   const LauncherOptions& options_;
   Setting setting_;
+  const Variables variables_;  // of every rank, but for its place
   StallLimits limits_;
   HeldRanks held_;
   std::vector<Rank> ranks_;

@@ -150,18 +150,11 @@ PlainPipeline run_once(const PipelineCase& each, double off) {
 
 PlainPipeline run_plainly(const PipelineCase& each) {
   auto run = run_once(each, 0);
-  const auto off = run_once(each, shaken);
-  double worst = 0;
-  for (std::size_t at = 0; at < run.events.size(); ++at) {
-    auto& record = run.events[at];
-    const auto& other = off.events[at];
-    const auto look = [&](double away) { worst = std::max(worst, std::isfinite(away) ? away : 0); };
-    look(distance(other.weights, record.weights));
-    look(std::abs(other.norm - record.norm) / std::max(0.1, record.norm));
-    look(std::abs(other.loss - record.loss) / std::max(1.0, std::abs(record.loss)));
-    look(std::abs(other.report - record.report) / std::max(1.0, std::abs(record.report)));
-    record.tolerance = std::max(least_tolerance, times_shaken * worst);
-  }
+  set_tolerances(run.events, run_once(each, shaken).events,
+                 [](const PipelineRecord& record, const PipelineRecord& other, const auto& look) {
+                   look(std::abs(other.loss - record.loss) / std::max(1.0, std::abs(record.loss)));
+                   look(std::abs(other.report - record.report) / std::max(1.0, std::abs(record.report)));
+                 });
   return run;
 }
 

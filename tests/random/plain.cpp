@@ -160,23 +160,16 @@ class Oracle {
 
 PlainRun run_plainly(const EngineCase& each) {
   auto run = Oracle(each, 0).run();
-  const auto off = Oracle(each, shaken).run();
-  double worst = 0;
-  for (std::size_t at = 0; at < run.events.size(); ++at) {
-    auto& record = run.events[at];
-    const auto& other = off.events[at];
-    const auto look = [&](double away) { worst = std::max(worst, std::isfinite(away) ? away : 0); };
-    look(distance(other.weights, record.weights));
-    look(std::abs(other.norm - record.norm) / std::max(0.1, record.norm));
-    for (std::size_t rank = 0; rank < record.losses.size(); ++rank)
-      for (std::size_t loss = 0; loss < record.losses[rank].size(); ++loss) {
-        const double should_be = record.losses[rank][loss];
-        look(std::abs(other.losses[rank][loss] - should_be) / std::max(1.0, std::abs(should_be)));
-      }
-    for (std::size_t rank = 0; rank < record.outputs.size(); ++rank)
-      look(distance(other.outputs[rank], record.outputs[rank]));
-    record.tolerance = std::max(least_tolerance, times_shaken * worst);
-  }
+  set_tolerances(run.events, Oracle(each, shaken).run().events,
+                 [](const EventRecord& record, const EventRecord& other, const auto& look) {
+                   for (std::size_t rank = 0; rank < record.losses.size(); ++rank)
+                     for (std::size_t loss = 0; loss < record.losses[rank].size(); ++loss) {
+                       const double should_be = record.losses[rank][loss];
+                       look(std::abs(other.losses[rank][loss] - should_be) / std::max(1.0, std::abs(should_be)));
+                     }
+                   for (std::size_t rank = 0; rank < record.outputs.size(); ++rank)
+                     look(distance(other.outputs[rank], record.outputs[rank]));
+                 });
   return run;
 }
 

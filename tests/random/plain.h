@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
 #include <map>
 #include <string>
@@ -55,5 +57,19 @@ double distance(const Weights& are, const Weights& should_be);
 // Each run is compared to this, or to so many times what the oracle makes of weights that are off by a few units in the last
 // place: some cases are such that any rounding grows.
 inline constexpr double least_tolerance = 1e-12, shaken = 1e-14, times_shaken = 30;
+
+// Writes that tolerance into the records of a run. `compare(record, of_shaken, look)` calls look(distance) for each of the
+// numbers that a record has; what was off once stays so.
+template <class Record, class Compare>
+void set_tolerances(std::vector<Record>& records, const std::vector<Record>& of_shaken, const Compare& compare) {
+  double worst = 0;
+  const auto look = [&](double away) { worst = std::max(worst, std::isfinite(away) ? away : 0); };
+  for (std::size_t at = 0; at < records.size(); ++at) {
+    compare(records[at], of_shaken[at], look);
+    look(distance(of_shaken[at].weights, records[at].weights));
+    look(std::abs(of_shaken[at].norm - records[at].norm) / std::max(0.1, records[at].norm));
+    records[at].tolerance = std::max(least_tolerance, times_shaken * worst);
+  }
+}
 
 }  // namespace bonfire::cases
