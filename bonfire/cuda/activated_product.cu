@@ -13,6 +13,7 @@
 #include "bonfire/cuda/hopper.cuh"
 #include "bonfire/cuda/parts.cuh"
 #include "bonfire/cuda/tensor_map.h"
+#include "bonfire/kernels/agreed_math.h"
 
 // A block makes tiles of 128 by 256 of the product, one after another, as it draws them. One thread copies operands into a
 // ring of places in shared memory; two warpgroups multiply 64 rows each and leave their rounded sums in a tray; three or
@@ -231,8 +232,7 @@ struct Slope {
   __device__ Slope(float x, float up, float d) {
     if constexpr (edge == Edge::swiglu) {
       const float s = sigmoid<Element16>(x), silu = x * s;
-      // The small factors first: a product of two large ones could pass the largest number on its way to a small one.
-      first = s * (1.0f + x * (1.0f - s)) * up * d;
+      first = silu_slope(x, s) * up * d;
       second = silu * d;
       value = silu * up;
     } else {

@@ -2,6 +2,7 @@
 
 #include "bonfire/cuda/device.cuh"
 #include "bonfire/cuda/launch.cuh"
+#include "bonfire/kernels/agreed_math.h"
 
 namespace bonfire::cuda {
 namespace {
@@ -39,8 +40,7 @@ __global__ void swiglu_kernel(const T* __restrict__ gate_up, T* __restrict__ d_o
 #pragma unroll
     for (int j = 0; j < width; ++j) {
       const C g = element(gate, j), s = sigmoid<T>(g), dj = element(d, j);
-      // The small factors first: a product of two large ones could pass the largest number on its way to a small one.
-      d_gate.at[j] = store<T>(s * (C(1) + g * (C(1) - s)) * element(up, j) * dj);
+      d_gate.at[j] = store<T>(silu_slope(g, s) * element(up, j) * dj);
       d_up.at[j] = store<T>(g * s * dj);
       if constexpr (again) out.at[j] = store<T>(g * s * element(up, j));
     }

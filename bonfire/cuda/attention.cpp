@@ -5,11 +5,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
-#include <tuple>
 #include <unordered_map>
+#include <vector>
 
-#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cudnn/Handle.h>
 #include <ATen/ops/empty.h>
@@ -18,12 +18,15 @@
 #include <torch/library.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/kernels/attention.h"
+#include "bonfire/kernels/qkv.h"
 
 namespace bonfire::cuda {
 namespace {
 
 namespace fe = cudnn_frontend;
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 enum class Pass : std::int64_t { forward, backward };
 
@@ -159,21 +162,18 @@ void* place(const Tensor& x, std::int64_t column = 0) {
   return static_cast<char*>(const_cast<void*>(x.const_data_ptr())) + column * x.element_size();
 }
 
-bool takes_packed_attention_cuda(const Tensor& qkv, std::int64_t heads, std::int64_t kv_heads, bool causal) {
-  const Shape shape = shape_of(qkv, heads, kv_heads, causal);
-  const bool narrow = shape.type == at::kBFloat16 || shape.type == at::kHalf;
-  if (!narrow || shape.head_dim % 8 != 0 || shape.head_dim > 128 || shape.sequence < 2 || qkv.numel() == 0 ||
-      heads % kv_heads != 0 || at::globalContext().deterministicAlgorithms())
-    return false;
-  const c10::cuda::CUDAGuard guard(qkv.device());
-  return plans().of(shape, Pass::forward).taken() && plans().of(shape, Pass::backward).taken();
-}
-
-std::tuple<Tensor, Tensor> packed_attention_cuda(const Tensor& given, std::int64_t heads, std::int64_t kv_heads,
-                                                 bool causal) {
+std::vector<Tensor> packed_attention_cuda(Tensor given, const OptionalTensor& cosine, const OptionalTensor& sine,
+                                          std::int64_t heads, std::int64_t kv_heads, bool causal, bool in_place) {
   const c10::cuda::CUDAGuard guard(given.device());
-  const Tensor qkv = readable(given);
-  const Shape shape = shape_of(qkv, heads, kv_heads, causal);
+  const Shape shape = shape_of(given, heads, kv_heads, causal);
+  if (!cudnn_takes_attention(shape.type, shape.head_dim, shape.sequence) || given.numel() == 0 || heads % kv_heads != 0 ||
+      !plans().of(shape, Pass::forward).taken() || !plans().of(shape, Pass::backward).taken())
+    return {};
+  const Tensor packed = turned_qkv(given, {.heads = heads,
+                                           .kv_heads = kv_heads,
+                                           .rotary = {cosine.value_or(Tensor()), sine.value_or(Tensor())},
+                                           .in_place = in_place});
+  const Tensor qkv = readable(packed);
   const std::int64_t q = heads * shape.head_dim, k = kv_heads * shape.head_dim;
   Tensor out = at::empty({shape.batch, shape.sequence, q}, qkv.options());
   Tensor log_sums = at::empty({shape.batch, heads, shape.sequence, 1}, qkv.options().dtype(at::kFloat));
@@ -185,7 +185,7 @@ std::tuple<Tensor, Tensor> packed_attention_cuda(const Tensor& given, std::int64
             {result, place(out)},
             {log_sum, place(log_sums)}},
            qkv.options());
-  return {out, log_sums};
+  return {out, packed, log_sums};
 }
 
 Tensor packed_attention_backward_cuda(const Tensor& given, const Tensor& given_qkv, const Tensor& given_out,
@@ -211,7 +211,6 @@ Tensor packed_attention_backward_cuda(const Tensor& given, const Tensor& given_q
 }
 
 TORCH_LIBRARY_IMPL(bonfire, CUDA, m) {
-  m.impl("takes_packed_attention", takes_packed_attention_cuda);
   m.impl("packed_attention", packed_attention_cuda);
   m.impl("packed_attention_backward", packed_attention_backward_cuda);
 }

@@ -4,6 +4,8 @@
 
 #include <cuda_fp8.h>
 
+#include "bonfire/kernels/agreed_math.h"
+
 // What kernels share that write eight bits: scales, rounding, and the transpose of a tile. Scales and rounding are those of
 // bonfire/kernels/eight_bits.h, which says why, to the bit.
 namespace bonfire::cuda {
@@ -16,7 +18,7 @@ __device__ inline float magnitude_of(float x) {
 
 template <bool wide_range>
 __device__ float scale_for(float magnitude) {
-  return magnitude > 0 ? fminf((wide_range ? 57344.0f : 448.0f) / magnitude, 0x1p126f) : 1.0f;
+  return magnitude > 0 ? fminf(largest_in_eight_bits<wide_range> / magnitude, most_scale) : 1.0f;
 }
 
 // x times scale; no number where x is infinite, since rounding would stop it at the largest number.

@@ -1,5 +1,5 @@
 // CUDA's side of the operators that bonfire/kernels/optimizer.cpp declares.
-#include <bit>
+#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -39,24 +39,22 @@ StepMemory memory_of(const Tensor& p, const Tensor& g, const OptionalTensor& low
 
 static_assert(sizeof(AdamNumbers) == sizeof(StepNumbers) && sizeof(SgdNumbers) == sizeof(StepNumbers));
 
-AdamNumbers numbers_as_read(const AdamStep& step) { return std::bit_cast<AdamNumbers>(numbers_of(step)); }
+// The numbers of one of `steps`, as the kernels read them.
+template <class Numbers>
+Numbers numbers_at(at::ArrayRef<double> steps, std::size_t at = 0) {
+  Numbers numbers;
+  std::memcpy(&numbers, steps.slice(at * step_numbers, step_numbers).data(), sizeof(numbers));
+  return numbers;
+}
 
 void adam_cuda(Tensor p, const Tensor& g, Tensor m, Tensor v, const OptionalTensor& top, const OptionalTensor& low,
-               const OptionalTensor& scale_tensor, const OptionalTensor& numbers, double lr, double beta1, double beta2,
-               double eps, double weight_decay, std::int64_t step, double scale, bool decoupled) {
+               const OptionalTensor& scale_tensor, const OptionalTensor& numbers, at::ArrayRef<double> step) {
   if (p.numel() == 0) return;
   const c10::cuda::CUDAGuard guard(p.device());
   const Tensor device_scale = as_double(scale_tensor);
   const AdamRange range{memory_of(p, g, low, device_scale, numbers),
                         {m.data_ptr(), v.data_ptr(), top ? top->data_ptr() : nullptr},
-                        numbers_as_read({.lr = lr,
-                                         .beta1 = beta1,
-                                         .beta2 = beta2,
-                                         .eps = eps,
-                                         .weight_decay = weight_decay,
-                                         .step = step,
-                                         .gradient_scale = scale,
-                                         .decoupled = decoupled})};
+                        numbers_at<AdamNumbers>(step)};
   launch_adam({range}, c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -75,27 +73,19 @@ void adam_all_cuda(at::TensorList p, at::TensorList g, at::TensorList m, at::Ten
     scales.push_back(as_double(given(scale_tensors, at)));
     ranges.push_back({memory_of(p[at], g[at], given(low, at), scales.back(), given(numbers, at)),
                       {m[at].data_ptr(), v[at].data_ptr(), highest ? highest->data_ptr() : nullptr},
-                      numbers_as_read(unpacked_adam_step(steps, at))});
+                      numbers_at<AdamNumbers>(steps, at)});
   }
   launch_adam(ranges, c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void sgd_cuda(Tensor p, const Tensor& g, const OptionalTensor& buffer, const OptionalTensor& low,
-              const OptionalTensor& scale_tensor, const OptionalTensor& numbers, double lr, double momentum,
-              double dampening, double weight_decay, std::int64_t step, double scale, bool nesterov) {
+              const OptionalTensor& scale_tensor, const OptionalTensor& numbers, at::ArrayRef<double> step) {
   if (p.numel() == 0) return;
   const c10::cuda::CUDAGuard guard(p.device());
   const Tensor device_scale = as_double(scale_tensor);
-  const auto own = std::bit_cast<SgdNumbers>(numbers_of(SgdStep{.lr = lr,
-                                                                .momentum = momentum,
-                                                                .dampening = dampening,
-                                                                .weight_decay = weight_decay,
-                                                                .step = step,
-                                                                .gradient_scale = scale,
-                                                                .nesterov = nesterov}));
-  launch_sgd(memory_of(p, g, low, device_scale, numbers), buffer ? buffer->data_ptr() : nullptr, own,
-             c10::cuda::getCurrentCUDAStream());
+  launch_sgd(memory_of(p, g, low, device_scale, numbers), buffer ? buffer->data_ptr() : nullptr,
+             numbers_at<SgdNumbers>(step), c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -2,7 +2,7 @@
 // the output holds already, and writes fp32 from narrower inputs; with an activation at their edge, one kernel of ours.
 #include <cstdint>
 #include <optional>
-#include <tuple>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
@@ -21,6 +21,7 @@ namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using Tensors = std::vector<Tensor>;  // none: no kernel of ours takes what was given
 
 bool empty(const Tensor& out, const Tensor& a) { return out.numel() == 0 || a.size(1) == 0; }
 
@@ -61,17 +62,12 @@ bool suits_copies(const Tensor& x) {
 
 Edge edge_of(bool gated) { return gated ? Edge::swiglu : Edge::gelu; }
 
-bool takes_activated_product_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool gated) {
-  const c10::cuda::CUDAGuard guard(x.device());
-  return suits_copies(x) && suits_copies(weight) && (!bias || (!gated && suits_copies(*bias))) &&
-         suits_hopper(
-             {.edge = edge_of(gated), .rows = x.size(0), .columns = weight.size(0) / (gated ? 2 : 1), .inner = x.size(1)});
-}
-
-std::tuple<Tensor, Tensor> activated_product_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                                                  bool gated) {
+Tensors activated_product_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool gated) {
   const c10::cuda::CUDAGuard guard(x.device());
   const std::int64_t rows = x.size(0), columns = weight.size(0) / (gated ? 2 : 1);
+  if (!suits_copies(x) || !suits_copies(weight) || (bias && (gated || !suits_copies(*bias))) ||
+      !suits_hopper({.edge = edge_of(gated), .rows = rows, .columns = columns, .inner = x.size(1)}))
+    return {};
   Tensor wide = at::empty({rows, weight.size(0)}, x.options()), active = at::empty({rows, columns}, x.options());
   launch_activated_product({.edge = edge_of(gated),
                             .x = x.const_data_ptr(),
@@ -87,16 +83,12 @@ std::tuple<Tensor, Tensor> activated_product_cuda(const Tensor& x, const Tensor&
   return {wide, active};
 }
 
-bool takes_activated_product_backward_cuda(const Tensor& dy, const Tensor& weight, const Tensor& wide, bool gated) {
-  const c10::cuda::CUDAGuard guard(dy.device());
-  return suits_copies(dy) && suits_copies(weight) && suits_copies(wide) &&
-         suits_hopper({.edge = edge_of(gated), .rows = dy.size(0), .columns = weight.size(1), .inner = dy.size(1)});
-}
-
-std::tuple<Tensor, Tensor, Tensor> activated_product_backward_cuda(const Tensor& dy, const Tensor& weight,
-                                                                   const Tensor& wide, bool gated, bool again) {
+Tensors activated_product_backward_cuda(const Tensor& dy, const Tensor& weight, const Tensor& wide, bool gated, bool again) {
   const c10::cuda::CUDAGuard guard(dy.device());
   const std::int64_t rows = dy.size(0), columns = weight.size(1);
+  if (!suits_copies(dy) || !suits_copies(weight) || !suits_copies(wide) ||
+      !suits_hopper({.edge = edge_of(gated), .rows = rows, .columns = columns, .inner = dy.size(1)}))
+    return {};
   const auto numbers = dy.options().dtype(at::kFloat);
   Tensor d_wide = at::empty(wide.sizes(), wide.options());
   Tensor active = again ? at::empty({rows, columns}, dy.options()) : at::empty({0}, dy.options());
@@ -119,9 +111,7 @@ std::tuple<Tensor, Tensor, Tensor> activated_product_backward_cuda(const Tensor&
 }
 
 TORCH_LIBRARY_IMPL(bonfire, CUDA, m) {
-  m.impl("takes_activated_product", takes_activated_product_cuda);
   m.impl("activated_product", activated_product_cuda);
-  m.impl("takes_activated_product_backward", takes_activated_product_backward_cuda);
   m.impl("activated_product_backward", activated_product_backward_cuda);
   m.impl("product", product_cuda);
   m.impl("product_into_", product_into_cuda);

@@ -5,6 +5,7 @@
 #include "bonfire/cuda/device.cuh"
 #include "bonfire/cuda/eight_bits.cuh"
 #include "bonfire/cuda/launch.cuh"
+#include "bonfire/kernels/agreed_math.h"
 
 namespace bonfire::cuda {
 namespace {
@@ -115,8 +116,7 @@ __global__ void __launch_bounds__(threads) swiglu_backward_kernel(QuantizedSwigl
 #pragma unroll
       for (int j = 0; j < width; ++j) {
         const float g = element(gate, j), s = sigmoid<T>(g), u = element(up, j), dj = element(d, j);
-        // The small factors first: a product of two large ones could pass the largest number on its way to a small one.
-        d_gate[j] = s * (1.0f + g * (1.0f - s)) * u * dj;
+        d_gate[j] = silu_slope(g, s) * u * dj;
         d_up[j] = g * s * dj;
         out[j] = g * s * u;
       }

@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/kernels/agreed_math.h"
 #include "bonfire/kernels/argument.h"
 #include "bonfire/kernels/backward_node.h"
 #include "bonfire/kernels/operator.h"
@@ -46,8 +47,7 @@ BONFIRE_INLINE void swiglu_backward_loop(T* __restrict d_out, const T* __restric
   for (std::int64_t i = 0; i < n; ++i) {
     const C gate = load(gate_up[i]), up = load(gate_up[n + i]), d = load(d_out[i]);
     const C divisor = C(1) + exponential(-gate), sigmoid = C(1) / divisor;
-    // The small factors first: a product of two large ones could pass the largest number on its way to a small one.
-    d_gate_up[i] = store<T>(sigmoid * (C(1) + gate * (C(1) - sigmoid)) * up * d);
+    d_gate_up[i] = store<T>(silu_slope(gate, sigmoid) * up * d);
     d_gate_up[n + i] = store<T>(gate * sigmoid * d);
     if (again) d_out[i] = store<T>(gate / divisor * up);
   }

@@ -23,11 +23,8 @@ struct AttentionNode : BackwardNode {
   }
 };
 
-// Shapes that cuDNN's attention takes, forward and backward.
 bool suits_cudnn(const Tensor& q, const Tensor& k) {
-  const bool narrow = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
-  return q.is_cuda() && narrow && q.size(3) % 8 == 0 && q.size(3) <= 128 && q.size(2) == k.size(2) && q.size(2) > 1 &&
-         !at::globalContext().deterministicAlgorithms();
+  return q.is_cuda() && q.size(2) == k.size(2) && cudnn_takes_attention(q.scalar_type(), q.size(3), q.size(2));
 }
 
 // [batch, heads, sequence, size] to [batch, sequence, heads * size].
@@ -36,6 +33,11 @@ Tensor side_by_side(const Tensor& heads) { return heads.transpose(1, 2).reshape(
 bool suits_own(const Tensor& x) { return x.is_cpu() && x.scalar_type() == at::kFloat; }
 
 }  // namespace
+
+bool cudnn_takes_attention(at::ScalarType type, std::int64_t head_dim, std::int64_t sequence) {
+  return (type == at::kBFloat16 || type == at::kHalf) && head_dim % 8 == 0 && head_dim <= 128 && sequence > 1 &&
+         !at::globalContext().deterministicAlgorithms();
+}
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionShape& shape) {
   require_sizes({"attention", "q", q}, {any_size, any_size, any_size, any_size}, q);

@@ -17,6 +17,10 @@ struct AttentionShape {
 // use deterministic algorithms (at::globalContext().setDeterministicAlgorithms), which takes other kernels.
 BONFIRE_API at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionShape& shape);
 
+// Whether cuDNN has kernels for attention of a sequence with itself, forward and backward, and may be used: it adds in an
+// order that varies.
+BONFIRE_API bool cudnn_takes_attention(at::ScalarType type, std::int64_t head_dim, std::int64_t sequence);
+
 namespace cpu {
 
 // Our kernels. Contiguous fp32 tensors; `log_sums` [batch, heads, sequence] goes from forward to backward.

@@ -3,15 +3,14 @@
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/isfinite.h>
 
+#include "bonfire/kernels/agreed_math.h"
+
 namespace bonfire {
 namespace {
 
 using at::Tensor;
 
-// The largest number of the type; both lose a little range to keep infinities or a not-a-number.
-double largest(bool wide_range) { return wide_range ? 57344.0 : 448.0; }
-
-constexpr double kMostScale = 0x1p126;
+double largest(bool wide_range) { return wide_range ? largest_in_eight_bits<true> : largest_in_eight_bits<false>; }
 
 Tensor magnitudes(const Tensor& x) { return x.abs().masked_fill_(at::isfinite(x).logical_not_(), 0); }
 
@@ -23,7 +22,7 @@ Tensor largest_magnitudes_of_rows(const Tensor& x) { return magnitudes(x).amax(1
 Tensor scale_for(const Tensor& magnitude, bool wide_range) {
   return at::full_like(magnitude, largest(wide_range))
       .div_(magnitude)
-      .clamp_max_(kMostScale)
+      .clamp_max_(most_scale)
       .masked_fill_(magnitude.eq(0), 1.0);
 }
 

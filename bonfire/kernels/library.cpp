@@ -21,14 +21,10 @@ TORCH_LIBRARY(bonfire, m) {
   m.def("product_into_(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()");
 
   // wide = x weight^T + bias and its activation, SwiGLU where `gated`, otherwise GELU; and the gradient of wide, given that
-  // of what the activation was multiplied with: with the activation again and, of GELU, its sums over rows. What does not
-  // come is empty. Quicker than their parts only for what the device says that it takes.
-  m.def("takes_activated_product(Tensor x, Tensor weight, Tensor? bias, bool gated) -> bool");
-  m.def("activated_product(Tensor x, Tensor weight, Tensor? bias, bool gated) -> (Tensor wide, Tensor active)");
-  m.def("takes_activated_product_backward(Tensor dy, Tensor weight, Tensor wide, bool gated) -> bool");
-  m.def(
-      "activated_product_backward(Tensor dy, Tensor weight, Tensor wide, bool gated, bool again) -> (Tensor d_wide, Tensor "
-      "active, Tensor sums)");
+  // of what the activation was multiplied with: with the activation again and, of GELU, its sums over rows, both empty where
+  // they do not come. No tensor at all where the device has no kernel for it that is quicker than its parts.
+  m.def("activated_product(Tensor x, Tensor weight, Tensor? bias, bool gated) -> Tensor[]");
+  m.def("activated_product_backward(Tensor dy, Tensor weight, Tensor wide, bool gated, bool again) -> Tensor[]");
 
   // Eight bits: e5m2 where `wide_range`, otherwise e4m3. A tensor is scaled by its largest magnitude where `measure`,
   // otherwise by the largest of `history`, whose place `position` gets its own; neither that place nor the one after it
@@ -69,11 +65,13 @@ TORCH_LIBRARY(bonfire, m) {
   // Where nothing turns, and with the column sums of what comes back.
   m.def("merge_qkv_sums(Tensor q, Tensor k, Tensor v) -> (Tensor qkv, Tensor sums)");
 
-  // Attention of q, k and v where they lie in the packed tensor, turned already; its result is [batch, sequence, heads *
-  // head_dim], the gradient as packed as qkv. Only for what the device says that it takes. `log_sums` [batch, heads,
-  // sequence, 1] goes from forward to backward.
-  m.def("takes_packed_attention(Tensor qkv, int heads, int kv_heads, bool causal) -> bool");
-  m.def("packed_attention(Tensor qkv, int heads, int kv_heads, bool causal) -> (Tensor out, Tensor log_sums)");
+  // Attention of q, k and v where they lie in the packed tensor: its result [batch, sequence, heads * head_dim]; the packed
+  // tensor, q and k turned, which is `qkv` where that may be overwritten; and `log_sums` [batch, heads, sequence, 1]. The
+  // last two go to backward, whose gradient is as packed as qkv, and of the turned ones. No tensor at all, and nothing
+  // changed, where the device has no kernel for it.
+  m.def(
+      "packed_attention(Tensor(a!) qkv, Tensor? cosine, Tensor? sine, int heads, int kv_heads, bool causal, bool in_place) "
+      "-> Tensor[]");
   m.def(
       "packed_attention_backward(Tensor d_out, Tensor qkv, Tensor out, Tensor log_sums, int heads, int kv_heads, bool "
       "causal) -> Tensor");
@@ -104,22 +102,17 @@ TORCH_LIBRARY(bonfire, m) {
   m.def("dropout(Tensor x, float p, int key, int first) -> Tensor");
   m.def("embedding_add_(Tensor(a!) out, Tensor tokens, Tensor gradient) -> ()");
 
+  // Steps of optimizers: `step` is the eight numbers that they use, or `numbers`, on the device, where that is given.
   m.def(
       "adam_(Tensor(a!) parameters, Tensor gradients, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? "
-      "max_exp_avg_sq, "
-      "Tensor(e!)? low_precision, Tensor? scale_tensor, Tensor? numbers, float lr, float beta1, float beta2, float eps, "
-      "float weight_decay, "
-      "int step, float scale, bool decoupled) -> ()");
-  // Many at once; of the optional ones either none, or one for each, empty where it has none. Steps: eight numbers for each.
+      "max_exp_avg_sq, Tensor(e!)? low_precision, Tensor? scale_tensor, Tensor? numbers, float[] step) -> ()");
+  // Many at once; of the optional ones either none, or one for each, empty where it has none. Steps: one after the other.
   m.def(
       "adam_all_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, "
       "Tensor(d!)[] max_exp_avg_sq, Tensor(e!)[] low_precision, Tensor[] scale_tensors, Tensor[] numbers, float[] steps) "
       "-> ()");
   m.def(
       "sgd_(Tensor(a!) parameters, Tensor gradients, Tensor(b!)? momentum_buffer, Tensor(c!)? low_precision, Tensor? "
-      "scale_tensor, Tensor? numbers, float lr, float momentum, float dampening, float weight_decay, int step, float scale, "
-      "bool nesterov) "
-      "-> "
-      "()");
+      "scale_tensor, Tensor? numbers, float[] step) -> ()");
   m.def("sum_of_squares(Tensor[] tensors) -> Tensor");
 }

@@ -5,12 +5,12 @@
 #include <optional>
 #include <vector>
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/maximum.h>
 #include <torch/library.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/kernels/operator.h"
 #include "bonfire/kernels/vectorize.h"
 
 namespace bonfire {
@@ -136,27 +136,18 @@ double whole_scale(double scale, const OptionalTensor& tensor) { return tensor ?
 
 bool changes_nothing(const OptionalTensor& scale) { return scale && std::isnan(scale->item<double>()); }
 
-// Those in the tensor, or else `own`. From another device the host waits for them.
-StepNumbers read_numbers(const OptionalTensor& given, const StepNumbers& own) {
-  if (!given) return own;
-  const Tensor here = given->cpu();
+// Those in the tensor, or else `step`. From another device the host waits for them.
+StepNumbers read_numbers(const OptionalTensor& given, at::ArrayRef<double> step) {
+  const Tensor here = given ? given->cpu() : Tensor();
   StepNumbers numbers;
-  std::copy_n(here.const_data_ptr<double>(), numbers.size(), numbers.begin());
+  std::copy_n(given ? here.const_data_ptr<double>() : step.data(), numbers.size(), numbers.begin());
   return numbers;
 }
 
 void adam_cpu(Tensor p, const Tensor& g, Tensor m, Tensor v, const OptionalTensor& top, const OptionalTensor& low,
-              const OptionalTensor& scale_tensor, const OptionalTensor& numbers, double lr, double beta1, double beta2,
-              double eps, double weight_decay, std::int64_t step, double scale, bool decoupled) {
+              const OptionalTensor& scale_tensor, const OptionalTensor& numbers, at::ArrayRef<double> step) {
   if (changes_nothing(scale_tensor)) return;
-  const auto n = read_numbers(numbers, numbers_of(AdamStep{.lr = lr,
-                                                           .beta1 = beta1,
-                                                           .beta2 = beta2,
-                                                           .eps = eps,
-                                                           .weight_decay = weight_decay,
-                                                           .step = step,
-                                                           .gradient_scale = scale,
-                                                           .decoupled = decoupled}));
+  const StepNumbers n = read_numbers(numbers, step);
   dispatch_step("adam_", p, g, [&](auto c, auto t) {
     using C = decltype(c);
     using G = decltype(t);
@@ -190,16 +181,9 @@ void adam_cpu(Tensor p, const Tensor& g, Tensor m, Tensor v, const OptionalTenso
 }
 
 void sgd_cpu(Tensor p, const Tensor& g, const OptionalTensor& buffer, const OptionalTensor& low,
-             const OptionalTensor& scale_tensor, const OptionalTensor& numbers, double lr, double momentum, double dampening,
-             double weight_decay, std::int64_t step, double scale, bool nesterov) {
+             const OptionalTensor& scale_tensor, const OptionalTensor& numbers, at::ArrayRef<double> step) {
   if (changes_nothing(scale_tensor)) return;
-  const auto n = read_numbers(numbers, numbers_of(SgdStep{.lr = lr,
-                                                          .momentum = momentum,
-                                                          .dampening = dampening,
-                                                          .weight_decay = weight_decay,
-                                                          .step = step,
-                                                          .gradient_scale = scale,
-                                                          .nesterov = nesterov}));
+  const StepNumbers n = read_numbers(numbers, step);
   dispatch_step("sgd_", p, g, [&](auto c, auto t) {
     using C = decltype(c);
     using G = decltype(t);
@@ -234,17 +218,9 @@ Tensor scaled_gradient(const Tensor& p, const Tensor& g, const OptionalTensor& s
 }
 
 void adam_composite(Tensor p, const Tensor& g, Tensor m, Tensor v, const OptionalTensor& top, const OptionalTensor& low,
-                    const OptionalTensor& scale_tensor, const OptionalTensor& numbers, double lr, double beta1, double beta2,
-                    double eps, double weight_decay, std::int64_t step, double scale, bool decoupled) {
+                    const OptionalTensor& scale_tensor, const OptionalTensor& numbers, at::ArrayRef<double> step) {
   if (changes_nothing(scale_tensor)) return;
-  const auto n = read_numbers(numbers, numbers_of(AdamStep{.lr = lr,
-                                                           .beta1 = beta1,
-                                                           .beta2 = beta2,
-                                                           .eps = eps,
-                                                           .weight_decay = weight_decay,
-                                                           .step = step,
-                                                           .gradient_scale = scale,
-                                                           .decoupled = decoupled}));
+  const StepNumbers n = read_numbers(numbers, step);
   Tensor gradient = scaled_gradient(p, g, scale_tensor, n[0]);
   if (n[1] != 0) gradient.add_(p, n[1]);
   if (n[2] != 1) p.mul_(n[2]);
@@ -256,16 +232,9 @@ void adam_composite(Tensor p, const Tensor& g, Tensor m, Tensor v, const Optiona
 }
 
 void sgd_composite(Tensor p, const Tensor& g, const OptionalTensor& buffer, const OptionalTensor& low,
-                   const OptionalTensor& scale_tensor, const OptionalTensor& numbers, double lr, double momentum,
-                   double dampening, double weight_decay, std::int64_t step, double scale, bool nesterov) {
+                   const OptionalTensor& scale_tensor, const OptionalTensor& numbers, at::ArrayRef<double> step) {
   if (changes_nothing(scale_tensor)) return;
-  const auto n = read_numbers(numbers, numbers_of(SgdStep{.lr = lr,
-                                                          .momentum = momentum,
-                                                          .dampening = dampening,
-                                                          .weight_decay = weight_decay,
-                                                          .step = step,
-                                                          .gradient_scale = scale,
-                                                          .nesterov = nesterov}));
+  const StepNumbers n = read_numbers(numbers, step);
   Tensor gradient = scaled_gradient(p, g, scale_tensor, n[0]).add_(p, n[1]);
   Tensor direction = gradient;
   if (buffer) {
@@ -350,56 +319,26 @@ void check(const AdamBuffers& b) {
   check_numbers("adam_", b.parameters, b.gradient_scale, b.numbers);
 }
 
-constexpr std::size_t packed_step = 8;
-
-std::vector<double> packed(std::span<const AdamStep> steps) {
-  std::vector<double> all;
-  for (const AdamStep& s : steps)
-    all.insert(all.end(), {s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, static_cast<double>(s.step),
-                           s.maximize ? -s.gradient_scale : s.gradient_scale, s.decoupled ? 1.0 : 0.0});
-  return all;
-}
+const auto& adam_operator() { return BONFIRE_OPERATOR("bonfire::adam_", decltype(adam_composite)); }
 
 // For devices without a kernel that takes all of them: one after the other.
 void adam_all_composite(at::TensorList p, at::TensorList g, at::TensorList m, at::TensorList v, at::TensorList top,
                         at::TensorList low, at::TensorList scale_tensors, at::TensorList numbers,
                         at::ArrayRef<double> steps) {
   const auto given = [](at::TensorList all, std::size_t at) {
-    return all.empty() || all[at].numel() == 0 ? Tensor() : all[at];
+    return all.empty() || all[at].numel() == 0 ? OptionalTensor() : OptionalTensor(all[at]);
   };
   for (std::size_t at = 0; at < p.size(); ++at)
-    adam_({.parameters = p[at],
-           .gradients = g[at],
-           .exp_avg = m[at],
-           .exp_avg_sq = v[at],
-           .max_exp_avg_sq = given(top, at),
-           .low_precision = given(low, at),
-           .gradient_scale = given(scale_tensors, at),
-           .numbers = given(numbers, at)},
-          unpacked_adam_step(steps, at));
+    adam_operator().call(p[at], g[at], m[at], v[at], given(top, at), given(low, at), given(scale_tensors, at),
+                         given(numbers, at), steps.slice(at * step_numbers, step_numbers));
 }
 
 }  // namespace
 
-AdamStep unpacked_adam_step(at::ArrayRef<double> steps, std::size_t at) {
-  const auto s = steps.slice(at * packed_step, packed_step);
-  return {.lr = s[0],
-          .beta1 = s[1],
-          .beta2 = s[2],
-          .eps = s[3],
-          .weight_decay = s[4],
-          .step = static_cast<std::int64_t>(s[5]),
-          .gradient_scale = s[6],
-          .decoupled = s[7] != 0};
-}
-
 void adam_(const AdamBuffers& b, const AdamStep& s) {
   check(b);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("bonfire::adam_", "").typed<decltype(adam_composite)>();
-  op.call(b.parameters, b.gradients, b.exp_avg, b.exp_avg_sq, optional(b.max_exp_avg_sq), optional(b.low_precision),
-          optional(b.gradient_scale), optional(b.numbers), s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.step,
-          s.maximize ? -s.gradient_scale : s.gradient_scale, s.decoupled);
+  adam_operator().call(b.parameters, b.gradients, b.exp_avg, b.exp_avg_sq, optional(b.max_exp_avg_sq),
+                       optional(b.low_precision), optional(b.gradient_scale), optional(b.numbers), numbers_of(s));
 }
 
 void adam_(std::span<const AdamBuffers> buffers, std::span<const AdamStep> steps) {
@@ -419,11 +358,15 @@ void adam_(std::span<const AdamBuffers> buffers, std::span<const AdamStep> steps
     require(b.parameters.device() == buffers[0].parameters.device(), "adam_: parameters on {} and {}; allowed: one device",
             buffers[0].parameters.device().str(), b.parameters.device().str());
   }
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("bonfire::adam_all_", "").typed<decltype(adam_all_composite)>();
-  op.call(list(&AdamBuffers::parameters), list(&AdamBuffers::gradients), list(&AdamBuffers::exp_avg),
-          list(&AdamBuffers::exp_avg_sq), list(&AdamBuffers::max_exp_avg_sq), list(&AdamBuffers::low_precision),
-          list(&AdamBuffers::gradient_scale), list(&AdamBuffers::numbers), packed(steps));
+  std::vector<double> numbers;
+  for (const AdamStep& step : steps) {
+    const StepNumbers own = numbers_of(step);
+    numbers.insert(numbers.end(), own.begin(), own.end());
+  }
+  BONFIRE_OPERATOR("bonfire::adam_all_", decltype(adam_all_composite))
+      .call(list(&AdamBuffers::parameters), list(&AdamBuffers::gradients), list(&AdamBuffers::exp_avg),
+            list(&AdamBuffers::exp_avg_sq), list(&AdamBuffers::max_exp_avg_sq), list(&AdamBuffers::low_precision),
+            list(&AdamBuffers::gradient_scale), list(&AdamBuffers::numbers), numbers);
 }
 
 void sgd_(const SgdBuffers& b, const SgdStep& s) {
@@ -432,11 +375,9 @@ void sgd_(const SgdBuffers& b, const SgdStep& s) {
   const bool with_momentum = s.momentum != 0;
   if (with_momentum) check_state("sgd_", "the momentum", b.parameters, b.momentum);
   check_numbers("sgd_", b.parameters, b.gradient_scale, b.numbers);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("bonfire::sgd_", "").typed<decltype(sgd_composite)>();
-  op.call(b.parameters, b.gradients, with_momentum ? optional(b.momentum) : std::nullopt, optional(b.low_precision),
-          optional(b.gradient_scale), optional(b.numbers), s.lr, s.momentum, s.dampening, s.weight_decay, s.step,
-          s.maximize ? -s.gradient_scale : s.gradient_scale, s.nesterov);
+  BONFIRE_OPERATOR("bonfire::sgd_", decltype(sgd_composite))
+      .call(b.parameters, b.gradients, with_momentum ? optional(b.momentum) : std::nullopt, optional(b.low_precision),
+            optional(b.gradient_scale), optional(b.numbers), numbers_of(s));
 }
 
 TORCH_LIBRARY_IMPL(bonfire, CPU, m) {

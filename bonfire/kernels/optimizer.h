@@ -42,8 +42,6 @@ struct AdamStep {
 BONFIRE_API void adam_(const AdamBuffers& buffers, const AdamStep& step);
 // Many at once: one launch on a GPU. REQUIRES: a step for each of the buffers, which are all on one device.
 BONFIRE_API void adam_(std::span<const AdamBuffers> buffers, std::span<const AdamStep> steps);
-// How the operator of that is given its steps.
-BONFIRE_API AdamStep unpacked_adam_step(at::ArrayRef<double> steps, std::size_t at);
 
 struct SgdBuffers {
   at::Tensor parameters;
@@ -67,7 +65,7 @@ struct SgdStep {
 
 BONFIRE_API void sgd_(const SgdBuffers& buffers, const SgdStep& step);
 
-// What a step multiplies with, in the order in which kernels read it.
+// What a step multiplies with, in the order in which kernels read it: all that the operators are given of a step.
 inline constexpr std::size_t step_numbers = 8;
 using StepNumbers = std::array<double, step_numbers>;
 BONFIRE_API StepNumbers numbers_of(const AdamStep& step);

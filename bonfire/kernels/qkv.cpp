@@ -254,6 +254,15 @@ ThreeTensors split_qkv(const Tensor& qkv, const QkvLayout& layout) {
   return out;
 }
 
+Tensor turned_qkv(const Tensor& qkv, const QkvLayout& layout) {
+  const Tensor packed = qkv.contiguous();
+  const auto& [cosine, sine] = layout.rotary;
+  if (!cosine.defined()) return packed;
+  const Tensor own = layout.in_place || !packed.is_same(qkv) ? packed : packed.clone();
+  BONFIRE_OPERATOR("bonfire::split_qkv_", SplitInPlace).call(own, cosine, sine, layout.heads, layout.kv_heads);
+  return own;
+}
+
 TORCH_LIBRARY_IMPL(bonfire, CPU, m) {
   m.impl("split_qkv", split_cpu);
   m.impl("split_qkv_", split_in_place_cpu);

@@ -37,4 +37,8 @@ void require_packed(const at::Tensor& qkv, const QkvLayout& layout);
 // turns with element i + head_dim / 2. Backward turns back and packs in one pass.
 BONFIRE_API std::tuple<at::Tensor, at::Tensor, at::Tensor> split_qkv(const at::Tensor& qkv, const QkvLayout& layout);
 
+// The packed product, contiguous, with q and k turned where they lie: qkv itself where that may be overwritten or nothing
+// turns. Outside autograd.
+BONFIRE_API at::Tensor turned_qkv(const at::Tensor& qkv, const QkvLayout& layout);
+
 }  // namespace bonfire

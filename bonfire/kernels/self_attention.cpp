@@ -15,12 +15,10 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-using Takes = bool(const Tensor&, std::int64_t, std::int64_t, bool);
-using Forward = std::tuple<Tensor, Tensor>(const Tensor&, std::int64_t, std::int64_t, bool);
+using Forward = std::vector<Tensor>(Tensor, const OptionalTensor&, const OptionalTensor&, std::int64_t, std::int64_t, bool,
+                                    bool);
 using Backward = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, std::int64_t, std::int64_t, bool);
 using Sums = Tensor(const Tensor&, const Tensor&, std::int64_t, std::int64_t);
-using Turn = std::tuple<Tensor, Tensor, Tensor>(Tensor, const OptionalTensor&, const OptionalTensor&, std::int64_t,
-                                                std::int64_t);
 using TurnBack = void(Tensor, const Tensor&, const Tensor&, std::int64_t, std::int64_t);
 
 struct SelfAttentionNode : BackwardNode {
@@ -43,7 +41,10 @@ struct SelfAttentionNode : BackwardNode {
 };
 
 // A device without kernels for it.
-bool takes_nothing(const Tensor& qkv, std::int64_t heads, std::int64_t kv_heads, bool causal) { return false; }
+std::vector<Tensor> no_attention(Tensor qkv, const OptionalTensor& cosine, const OptionalTensor& sine, std::int64_t heads,
+                                 std::int64_t kv_heads, bool causal, bool in_place) {
+  return {};
+}
 
 Tensor sums_composite(const Tensor& d_qkv, const Tensor& d_out, std::int64_t heads, std::int64_t kv_heads) {
   const std::int64_t size = d_qkv.size(2) / (heads + 2 * kv_heads);
@@ -51,32 +52,24 @@ Tensor sums_composite(const Tensor& d_qkv, const Tensor& d_out, std::int64_t hea
   return at::cat({column_sums(d_qkv.narrow(2, 0, heads * size).flatten(0, 1)), at::zeros_like(of_values), of_values});
 }
 
-// The packed tensor, q and k turned.
-Tensor turned(const Tensor& qkv, const QkvLayout& layout) {
-  const Tensor packed = qkv.contiguous();
-  const auto& [cosine, sine] = layout.rotary;
-  if (!cosine.defined()) return packed;
-  const Tensor own = layout.in_place || !packed.is_same(qkv) ? packed : packed.clone();
-  BONFIRE_OPERATOR("bonfire::split_qkv_", Turn).call(own, cosine, sine, layout.heads, layout.kv_heads);
-  return own;
-}
-
 }  // namespace
 
 Tensor self_attention(const Tensor& qkv, const QkvLayout& layout, const AttentionShape& shape) {
   require_packed(qkv, layout);
-  if (!BONFIRE_OPERATOR("bonfire::takes_packed_attention", Takes).call(qkv, layout.heads, layout.kv_heads, shape.causal)) {
+  auto node = make_node<SelfAttentionNode>(qkv);
+  std::vector<Tensor> made;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const auto optional = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
+    made = BONFIRE_OPERATOR("bonfire::packed_attention", Forward)
+               .call(qkv, optional(layout.rotary.cosine), optional(layout.rotary.sine), layout.heads, layout.kv_heads,
+                     shape.causal, layout.in_place);
+  }
+  if (made.empty()) {
     const auto [q, k, v] = split_qkv(qkv, layout);
     return attention(q, k, v, shape);
   }
-  auto node = make_node<SelfAttentionNode>(qkv);
-  Tensor packed, out, log_sums;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    packed = turned(qkv, layout);
-    std::tie(out, log_sums) =
-        BONFIRE_OPERATOR("bonfire::packed_attention", Forward).call(packed, layout.heads, layout.kv_heads, shape.causal);
-  }
+  const Tensor &out = made[0], &packed = made[1], &log_sums = made[2];
   if (!node) return out;
   node->layout = layout;
   node->causal = shape.causal;
@@ -87,7 +80,7 @@ Tensor self_attention(const Tensor& qkv, const QkvLayout& layout, const Attentio
 }
 
 TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {
-  m.impl("takes_packed_attention", takes_nothing);
+  m.impl("packed_attention", no_attention);
   m.impl("packed_attention_sums", sums_composite);
 }
 

@@ -262,12 +262,15 @@ TEST_P(GpuKernels, SelfAttentionOfMemoryThatIsNotAligned) {
 
 // Not where it may not be, and then nothing that it reads changes; nor does it matter whether a gradient is wanted.
 TEST_P(GpuKernels, PackedAttentionIsTaken) {
-  using Takes = bool(const Tensor&, std::int64_t, std::int64_t, bool);
+  using Optional = std::optional<Tensor>;
+  using Packed = Tensors(Tensor, const Optional&, const Optional&, std::int64_t, std::int64_t, bool, bool);
   const auto takes = [&](std::int64_t batch, std::int64_t sequence, std::int64_t size) {
-    return c10::Dispatcher::singleton()
-        .findSchemaOrThrow("bonfire::takes_packed_attention", "")
-        .typed<Takes>()
-        .call(at::randn({batch, sequence, 8 * size}, at::TensorOptions(gpu).dtype(GetParam())), 4, 2, true);
+    const Tensor qkv = at::randn({batch, sequence, 8 * size}, at::TensorOptions(gpu).dtype(GetParam()));
+    return !c10::Dispatcher::singleton()
+                .findSchemaOrThrow("bonfire::packed_attention", "")
+                .typed<Packed>()
+                .call(qkv, {}, {}, 4, 2, true, false)
+                .empty();
   };
   EXPECT_EQ(takes(2, 130, 64), narrow() && kPackedAttention);
   EXPECT_FALSE(takes(2, 130, 6));

@@ -4,6 +4,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "bonfire/kernels/optimizer.h"
+
 // Each operator has a composition of torch's operators for devices without a kernel of ours. Here it is called as such a
 // device would reach it, with tensors that the CPU kernel can check.
 namespace bonfire {
@@ -172,9 +174,9 @@ TEST(Composite, DropoutAndEmbedding) {
 
 TEST(Composite, Optimizers) {
   using Adam = void(Tensor, const Tensor&, Tensor, Tensor, const Optional&, const Optional&, const Optional&,
-                    const Optional&, double, double, double, double, double, std::int64_t, double, bool);
-  using Sgd = void(Tensor, const Tensor&, const Optional&, const Optional&, const Optional&, const Optional&, double, double,
-                   double, double, std::int64_t, double, bool);
+                    const Optional&, at::ArrayRef<double>);
+  using Sgd =
+      void(Tensor, const Tensor&, const Optional&, const Optional&, const Optional&, const Optional&, at::ArrayRef<double>);
   const Tensor g = random({50}), scale = at::scalar_tensor(0.5, at::kDouble);
   for (const bool decoupled : {false, true}) {
     std::vector<Tensor> a, b;
@@ -182,18 +184,25 @@ TEST(Composite, Optimizers) {
       a.push_back(random({50}).abs());
       b.push_back(a.back().clone());
     }
-    composite<Adam>("bonfire::adam_", a[0], g, a[1], a[2], Optional(a[3]), Optional(a[4]), Optional(scale), Optional(), 0.1,
-                    0.9, 0.99, 1e-8, 0.1, 3, 0.7, decoupled);
-    kernel<Adam>("bonfire::adam_", b[0], g, b[1], b[2], Optional(b[3]), Optional(b[4]), Optional(scale), Optional(), 0.1,
-                 0.9, 0.99, 1e-8, 0.1, 3, 0.7, decoupled);
+    const auto numbers = numbers_of(
+        AdamStep{.lr = 0.1, .beta2 = 0.99, .weight_decay = 0.1, .step = 3, .gradient_scale = 0.7, .decoupled = decoupled});
+    composite<Adam>("bonfire::adam_", a[0], g, a[1], a[2], Optional(a[3]), Optional(a[4]), Optional(scale), Optional(),
+                    numbers);
+    kernel<Adam>("bonfire::adam_", b[0], g, b[1], b[2], Optional(b[3]), Optional(b[4]), Optional(scale), Optional(),
+                 numbers);
     for (std::size_t i = 0; i < a.size(); ++i) expect_close(a[i], b[i]);
   }
   for (const std::int64_t step : {1, 2}) {
     Tensor p = random({50}), m = random({50}), p2 = p.clone(), m2 = m.clone();
-    composite<Sgd>("bonfire::sgd_", p, g, Optional(m), Optional(), Optional(scale), Optional(), 0.1, 0.9, 0.1, 0.01, step,
-                   0.7, true);
-    kernel<Sgd>("bonfire::sgd_", p2, g, Optional(m2), Optional(), Optional(scale), Optional(), 0.1, 0.9, 0.1, 0.01, step,
-                0.7, true);
+    const auto numbers = numbers_of(SgdStep{.lr = 0.1,
+                                            .momentum = 0.9,
+                                            .dampening = 0.1,
+                                            .weight_decay = 0.01,
+                                            .step = step,
+                                            .gradient_scale = 0.7,
+                                            .nesterov = true});
+    composite<Sgd>("bonfire::sgd_", p, g, Optional(m), Optional(), Optional(scale), Optional(), numbers);
+    kernel<Sgd>("bonfire::sgd_", p2, g, Optional(m2), Optional(), Optional(scale), Optional(), numbers);
     expect_close(p, p2);
     expect_close(m, m2);
   }
