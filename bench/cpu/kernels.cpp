@@ -36,7 +36,7 @@ constexpr std::int64_t kDim = 256, kHeads = 8, kFfn = 1024, kVocab = 4096, kPara
 constexpr double kFloat = sizeof(float);
 
 // Whether backward runs as well.
-enum Pass : std::int64_t { forward = 0, both = 1 };
+enum Direction : std::int64_t { forward = 0, both = 1 };
 
 struct Cost {
   double flops = 0, bytes = 0;  // of one iteration
@@ -47,18 +47,18 @@ void count(State& state, const Cost& cost) {
   if (cost.bytes > 0) state.counters["bytes/s"] = Counter(cost.bytes, Counter::kIsIterationInvariantRate, Counter::kIs1024);
 }
 
-Tensor leaf(at::IntArrayRef shape, Pass pass) { return at::randn(shape).set_requires_grad(pass == both); }
+Tensor leaf(at::IntArrayRef shape, Direction direction) { return at::randn(shape).set_requires_grad(direction == both); }
 
-Pass pass_of(const State& state) { return static_cast<Pass>(state.range(0)); }
+Direction direction_of(const State& state) { return static_cast<Direction>(state.range(0)); }
 
 // Runs `operation` of the leaves over and over, with a backward from a gradient that lies ready where asked for.
 template <class Operation>
 void measure(State& state, const std::vector<Tensor>& leaves, const Operation& operation) {
-  const Pass pass = pass_of(state);
-  const Tensor gradient = pass == both ? at::ones(operation().sizes()) : Tensor();
+  const Direction direction = direction_of(state);
+  const Tensor gradient = direction == both ? at::ones(operation().sizes()) : Tensor();
   for (auto _ : state) {
     const Tensor result = operation();
-    if (pass == both) {
+    if (direction == both) {
       result.backward(gradient);
       // Otherwise the next one would be added to it.
       for (const Tensor& leaf : leaves) leaf.mutable_grad() = Tensor();
@@ -68,49 +68,49 @@ void measure(State& state, const std::vector<Tensor>& leaves, const Operation& o
 }
 
 // Backward of a product is two of the same size.
-double products(const State& state) { return pass_of(state) == both ? 3 : 1; }
+double products(const State& state) { return direction_of(state) == both ? 3 : 1; }
 
 void rms_norm(State& state) {
-  const Pass pass = pass_of(state);
-  const Tensor x = leaf({kRows, kDim}, pass), weight = leaf({kDim}, pass);
+  const Direction direction = direction_of(state);
+  const Tensor x = leaf({kRows, kDim}, direction), weight = leaf({kDim}, direction);
   measure(state, {x, weight}, [&] { return bonfire::rms_norm(x, weight, {}); });
   // Forward reads and writes a row once; backward reads it and its gradient, and writes another.
-  count(state, {.bytes = kFloat * kRows * kDim * (pass == both ? 5 : 2)});
+  count(state, {.bytes = kFloat * kRows * kDim * (direction == both ? 5 : 2)});
 }
 
 void swiglu(State& state) {
-  const Pass pass = pass_of(state);
-  const Tensor gate_up = leaf({kRows, 2 * kFfn}, pass);
+  const Direction direction = direction_of(state);
+  const Tensor gate_up = leaf({kRows, 2 * kFfn}, direction);
   measure(state, {gate_up}, [&] { return bonfire::swiglu(gate_up); });
-  count(state, {.bytes = kFloat * kRows * kFfn * (pass == both ? 8 : 3)});
+  count(state, {.bytes = kFloat * kRows * kFfn * (direction == both ? 8 : 3)});
 }
 
 void cross_entropy(State& state) {
-  const Pass pass = pass_of(state);
-  const Tensor logits = leaf({kRows, kVocab}, pass), target = at::randint(kVocab, {kRows}, at::kLong);
+  const Direction direction = direction_of(state);
+  const Tensor logits = leaf({kRows, kVocab}, direction), target = at::randint(kVocab, {kRows}, at::kLong);
   measure(state, {logits}, [&] { return bonfire::cross_entropy(logits, target, {}); });
-  count(state, {.bytes = kFloat * kRows * kVocab * (pass == both ? 3 : 1)});
+  count(state, {.bytes = kFloat * kRows * kVocab * (direction == both ? 3 : 1)});
 }
 
 void linear(State& state) {
-  const Pass pass = pass_of(state);
+  const Direction direction = direction_of(state);
   const std::int64_t in = state.range(1), out = state.range(2);
-  const Tensor x = leaf({kRows, in}, pass), weight = leaf({out, in}, pass);
+  const Tensor x = leaf({kRows, in}, direction), weight = leaf({out, in}, direction);
   measure(state, {x, weight}, [&] { return bonfire::linear(x, weight, {}); });
   count(state, {.flops = products(state) * 2.0 * kRows * static_cast<double>(in * out)});
 }
 
 void linear_cross_entropy(State& state) {
-  const Pass pass = pass_of(state);
-  const Tensor x = leaf({kRows, kDim}, pass), weight = leaf({kVocab, kDim}, pass);
+  const Direction direction = direction_of(state);
+  const Tensor x = leaf({kRows, kDim}, direction), weight = leaf({kVocab, kDim}, direction);
   const Tensor target = at::randint(kVocab, {kRows}, at::kLong);
   measure(state, {x, weight}, [&] { return bonfire::linear_cross_entropy(x, weight, target, {}); });
   count(state, {.flops = products(state) * 2.0 * kRows * kDim * kVocab});
 }
 
 void attention(State& state) {
-  const Pass pass = pass_of(state);
-  const auto heads = [&] { return leaf({kBatch, kHeads, kSequence, kDim / kHeads}, pass); };
+  const Direction direction = direction_of(state);
+  const auto heads = [&] { return leaf({kBatch, kHeads, kSequence, kDim / kHeads}, direction); };
   const Tensor q = heads(), k = heads(), v = heads();
   measure(state, {q, k, v}, [&] { return bonfire::attention(q, k, v, {.causal = true}); });
   // Two products of which the mask leaves half; backward has four, without counting those that it repeats.

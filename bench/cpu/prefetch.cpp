@@ -3,8 +3,8 @@
 //
 //   bench_prefetch [--repeats 5]
 //
-// Ranks are threads. "Predicted" is plan's timeline of one compute and one communication stream, from what a Unit's forward
-// and backward were measured to take in the same run, and from what the link says of each collective.
+// Ranks are threads. "Predicted" is plan's time of a step with one compute and one communication stream, from what a Unit's
+// forward and backward were measured to take in the same run, and from what the link says of each collective.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -23,7 +23,7 @@
 #include "bonfire/base/clock.h"
 #include "bonfire/comm/world.h"
 #include "bonfire/nn/unit.h"
-#include "bonfire/plan/timeline.h"
+#include "bonfire/plan/step_time.h"
 #include "bonfire/shard/engine.h"
 
 namespace {
@@ -145,7 +145,7 @@ double predict(const Setting& setting, const plan::UnitCost& unit) {
                                                            : plan::BackwardPrefetch::after_reduction};
   plan::StepCosts costs{.units = std::vector<plan::UnitCost>(blocks, unit)};
   costs.flats.assign(blocks, {.gather = over(CollectiveKind::all_gather), .reduce = over(CollectiveKind::reduce_scatter)});
-  return plan::timeline_of(units, layout, costs).seconds;
+  return plan::time_of_step(units, layout, costs).seconds;
 }
 
 }  // namespace

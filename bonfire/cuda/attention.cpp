@@ -28,7 +28,7 @@ namespace fe = cudnn_frontend;
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-enum class Pass : std::int64_t { forward, backward };
+enum class Direction : std::int64_t { forward, backward };
 
 struct Shape {
   std::int64_t batch, sequence, heads, kv_heads, head_dim;
@@ -51,12 +51,12 @@ using Memory = std::unordered_map<std::int64_t, void*>;
 // A graph and cuDNN's plan for it. REQUIRES: its device is the current one whenever it is used.
 class Plan {
  public:
-  Plan(const Shape& shape, Pass pass) : shape_(shape) {
+  Plan(const Shape& shape, Direction direction) : shape_(shape) {
     graph_.set_io_data_type(shape.type == at::kHalf ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16)
         .set_intermediate_data_type(fe::DataType_t::FLOAT)
         .set_compute_data_type(fe::DataType_t::FLOAT);
     try {
-      if (pass == Pass::backward)
+      if (direction == Direction::backward)
         add_backward();
       else
         add_forward();
@@ -134,11 +134,11 @@ class Plan {
 // Operators of the dispatcher carry nothing from call to call, so what was made is the plug-in's.
 class Plans {
  public:
-  const Plan& of(const Shape& shape, Pass pass) {
+  const Plan& of(const Shape& shape, Direction direction) {
     const std::lock_guard guard(mutex_);
     auto& plan = plans_[{shape.batch, shape.sequence, shape.heads, shape.kv_heads, shape.head_dim, shape.causal,
-                         static_cast<std::int64_t>(shape.type), shape.device, static_cast<std::int64_t>(pass)}];
-    if (!plan) plan = std::make_unique<Plan>(shape, pass);
+                         static_cast<std::int64_t>(shape.type), shape.device, static_cast<std::int64_t>(direction)}];
+    if (!plan) plan = std::make_unique<Plan>(shape, direction);
     return *plan;
   }
 
@@ -167,7 +167,7 @@ std::vector<Tensor> packed_attention_cuda(Tensor given, const OptionalTensor& co
   const c10::cuda::CUDAGuard guard(given.device());
   const Shape shape = shape_of(given, heads, kv_heads, causal);
   if (!cudnn_takes_attention(shape.type, shape.head_dim, shape.sequence) || given.numel() == 0 || heads % kv_heads != 0 ||
-      !plans().of(shape, Pass::forward).taken() || !plans().of(shape, Pass::backward).taken())
+      !plans().of(shape, Direction::forward).taken() || !plans().of(shape, Direction::backward).taken())
     return {};
   const Tensor packed = turned_qkv(given, {.heads = heads,
                                            .kv_heads = kv_heads,
@@ -178,7 +178,7 @@ std::vector<Tensor> packed_attention_cuda(Tensor given, const OptionalTensor& co
   Tensor out = at::empty({shape.batch, shape.sequence, q}, qkv.options());
   Tensor log_sums = at::empty({shape.batch, heads, shape.sequence, 1}, qkv.options().dtype(at::kFloat));
   plans()
-      .of(shape, Pass::forward)
+      .of(shape, Direction::forward)
       .run({{query, place(qkv)},
             {key, place(qkv, q)},
             {value, place(qkv, q + k)},
@@ -196,7 +196,7 @@ Tensor packed_attention_backward_cuda(const Tensor& given, const Tensor& given_q
   const std::int64_t q = heads * shape.head_dim, k = kv_heads * shape.head_dim;
   Tensor d_qkv = at::empty(qkv.sizes(), qkv.options());
   plans()
-      .of(shape, Pass::backward)
+      .of(shape, Direction::backward)
       .run({{query, place(qkv)},
             {key, place(qkv, q)},
             {value, place(qkv, q + k)},

@@ -9,19 +9,19 @@ namespace {
 
 constexpr int lanes = 32, groups = 16;  // of a block: a group has every sixteenth row, a lane one pack of its columns
 
-enum class Pass { sums, gelu, gelu_again, merge };
-template <Pass pass>
-constexpr bool is_gelu = pass == Pass::gelu || pass == Pass::gelu_again;
+enum class Sweep { sums, gelu, gelu_again, merge };
+template <Sweep sweep>
+constexpr bool is_gelu = sweep == Sweep::gelu || sweep == Sweep::gelu_again;
 
 // Rows that a thread reads before it works on them, and blocks for each multiprocessor of a large GPU: passes that also
 // write go faster in many short blocks, and one that does not in more than run at a time, or it takes twice as long where
 // others have some of the multiprocessors.
-template <Pass pass>
-constexpr int at_once = pass == Pass::sums ? 8
-                        : is_gelu<pass>    ? 2
-                                           : 4;
-template <Pass pass>
-constexpr int blocks_for_each = pass == Pass::sums ? 8 : 16;
+template <Sweep sweep>
+constexpr int at_once = sweep == Sweep::sums ? 8
+                        : is_gelu<sweep>     ? 2
+                                             : 4;
+template <Sweep sweep>
+constexpr int blocks_for_each = sweep == Sweep::sums ? 8 : 16;
 
 template <class T>
 struct Columns {
@@ -33,7 +33,7 @@ struct Columns {
   std::int64_t sequence, head_dim;
 };
 
-template <class T, int width, Pass pass>
+template <class T, int width, Sweep sweep>
 __global__ void __launch_bounds__(lanes* groups, 2) columns_kernel(Columns<T> a) {
   wait_for_kernels_before();
   using C = compute_t<T>;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(lanes* groups, 2) columns_kernel(Columns<T> a)
   if (pack * width < a.columns) {
     HeadsMemory part{};
     const T* from = nullptr;  // this thread's columns of the part
-    if constexpr (pass == Pass::merge) {
+    if constexpr (sweep == Sweep::merge) {
       const std::int64_t head = pack * width / a.head_dim;
       const bool in_q = head < a.q.heads, in_k = !in_q && head < a.q.heads + a.k.heads;
       part = in_q ? a.q : in_k ? a.k : a.v;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(lanes* groups, 2) columns_kernel(Columns<T> a)
       from = static_cast<const T*>(part.data) + own * part.stride_head + pack * width - head * a.head_dim;
     }
     const auto read = [&](std::int64_t row) {
-      if constexpr (pass == Pass::merge) {
+      if constexpr (sweep == Sweep::merge) {
         const unsigned batch = static_cast<unsigned>(row) / static_cast<unsigned>(a.sequence);
         const std::int64_t position = row - batch * a.sequence;
         return read_once<T, width>(from + batch * part.stride_batch + position * part.stride_sequence, 0);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(lanes* groups, 2) columns_kernel(Columns<T> a)
       }
     };
     const auto work = [&](std::int64_t row, const Pack<T, width>& x, const Pack<T, width>& d) {
-      if constexpr (is_gelu<pass>) {
+      if constexpr (is_gelu<sweep>) {
         Pack<T, width> out, dx;
 #pragma unroll
         for (int j = 0; j < width; ++j) {
@@ -70,29 +70,29 @@ __global__ void __launch_bounds__(lanes* groups, 2) columns_kernel(Columns<T> a)
           dx.at[j] = store<T>(element(d, j) * at.slope);
           sums[j] += element(dx, j);
         }
-        if constexpr (pass == Pass::gelu_again) pack_at<T, width>(a.d_out + row * a.columns, pack) = out;
+        if constexpr (sweep == Sweep::gelu_again) pack_at<T, width>(a.d_out + row * a.columns, pack) = out;
         pack_at<T, width>(a.result + row * a.columns, pack) = dx;
       } else {
 #pragma unroll
         for (int j = 0; j < width; ++j) sums[j] += element(x, j);
-        if constexpr (pass == Pass::merge) pack_at<T, width>(a.result + row * a.columns, pack) = x;
+        if constexpr (sweep == Sweep::merge) pack_at<T, width>(a.result + row * a.columns, pack) = x;
       }
     };
-    constexpr int many = at_once<pass>;
+    constexpr int many = at_once<sweep>;
     std::int64_t row = begin + threadIdx.y;
     for (; row + (many - 1) * groups < end; row += many * groups) {
       Pack<T, width> x[many], d[many];
 #pragma unroll
       for (int r = 0; r < many; ++r) {
         x[r] = read(row + r * groups);
-        if constexpr (is_gelu<pass>) d[r] = pack_at<T, width>(a.d_out + (row + r * groups) * a.columns, pack);
+        if constexpr (is_gelu<sweep>) d[r] = pack_at<T, width>(a.d_out + (row + r * groups) * a.columns, pack);
       }
 #pragma unroll
       for (int r = 0; r < many; ++r) work(row + r * groups, x[r], d[r]);
     }
     for (; row < end; row += groups) {
       Pack<T, width> d{};
-      if constexpr (is_gelu<pass>) d = pack_at<T, width>(a.d_out + row * a.columns, pack);
+      if constexpr (is_gelu<sweep>) d = pack_at<T, width>(a.d_out + row * a.columns, pack);
       work(row, read(row), d);
     }
   }
@@ -117,23 +117,23 @@ std::int64_t parts_of(std::int64_t rows, std::int64_t columns, int blocks) {
 struct Parts {
   std::int64_t count, rows_of_each;
 };
-template <Pass pass>
+template <Sweep sweep>
 Parts cut(std::int64_t rows, std::int64_t columns) {
   const auto above = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
-  std::int64_t each = above(rows, parts_of(rows, columns, blocks_for_each<pass>));
+  std::int64_t each = above(rows, parts_of(rows, columns, blocks_for_each<sweep>));
   // Whole rounds of a thread's rows: what is left is read one by one.
-  constexpr std::int64_t round = at_once<pass> * groups;
-  if (pass == Pass::sums && each > round) each = above(each, round) * round;
+  constexpr std::int64_t round = at_once<sweep> * groups;
+  if (sweep == Sweep::sums && each > round) each = above(each, round) * round;
   return {std::max<std::int64_t>(1, above(rows, std::max<std::int64_t>(1, each))), each};
 }
 
-template <Pass pass>
-void run_pass(const ColumnsMemory& memory, const QkvMemory& qkv, cudaStream_t stream) {
+template <Sweep sweep>
+void run_sweep(const ColumnsMemory& memory, const QkvMemory& qkv, cudaStream_t stream) {
   if (memory.columns == 0) return;
   with_type(memory.type, [&](auto t) {
     using T = decltype(t);
     using C = compute_t<T>;
-    const Parts cuts = cut<pass>(memory.rows, memory.columns);
+    const Parts cuts = cut<sweep>(memory.rows, memory.columns);
     const Columns<T> a{static_cast<const T*>(memory.x),
                        static_cast<T*>(memory.d_out),
                        static_cast<T*>(memory.result),
@@ -151,12 +151,12 @@ void run_pass(const ColumnsMemory& memory, const QkvMemory& qkv, cudaStream_t st
       constexpr int width = decltype(packed)::value ? full_width<T> : 1;
       const std::int64_t tile = lanes * width;
       const dim3 grid(static_cast<unsigned>((memory.columns + tile - 1) / tile), static_cast<unsigned>(cuts.count));
-      launch(columns_kernel<T, width, pass>, {grid, dim3(lanes, groups)}, stream, a);
+      launch(columns_kernel<T, width, sweep>, {grid, dim3(lanes, groups)}, stream, a);
     };
     constexpr int wide = full_width<T>;
     bool packed =
         memory.columns % wide == 0 && memory.stride % wide == 0 && aligned({memory.x, memory.d_out, memory.result}, 16);
-    if constexpr (pass == Pass::merge) {
+    if constexpr (sweep == Sweep::merge) {
       packed = packed && qkv.head_dim % wide == 0;
       for (const HeadsMemory& part : qkv.parts)
         packed = packed && aligned({part.data}, 16) && part.stride_batch % wide == 0 && part.stride_head % wide == 0 &&
@@ -172,12 +172,12 @@ void run_pass(const ColumnsMemory& memory, const QkvMemory& qkv, cudaStream_t st
 
 std::int64_t most_column_parts(std::int64_t rows, std::int64_t columns) { return parts_of(rows, columns, 16); }
 
-void launch_column_sums(const ColumnsMemory& memory, cudaStream_t stream) { run_pass<Pass::sums>(memory, {}, stream); }
+void launch_column_sums(const ColumnsMemory& memory, cudaStream_t stream) { run_sweep<Sweep::sums>(memory, {}, stream); }
 void launch_gelu_backward_sums(const ColumnsMemory& memory, cudaStream_t stream) {
-  memory.again ? run_pass<Pass::gelu_again>(memory, {}, stream) : run_pass<Pass::gelu>(memory, {}, stream);
+  memory.again ? run_sweep<Sweep::gelu_again>(memory, {}, stream) : run_sweep<Sweep::gelu>(memory, {}, stream);
 }
 void launch_merge_qkv_sums(const QkvMemory& qkv, const ColumnsMemory& memory, cudaStream_t stream) {
-  run_pass<Pass::merge>(memory, qkv, stream);
+  run_sweep<Sweep::merge>(memory, qkv, stream);
 }
 
 }  // namespace bonfire::cuda

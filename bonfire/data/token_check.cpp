@@ -17,7 +17,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::uint64_t piece_bytes = 1 << 20;
+constexpr std::uint64_t check_piece_bytes = 1 << 20;
 
 // What a full check has found.
 struct Finding {
@@ -107,10 +107,10 @@ void check_tokens(const TokenFile& file, const TokenCheckOptions& options) {
   if (const auto finding = kept_finding(file); finding && finding->largest < options.vocab) return;
 
   const auto width = bytes_of(file.type());
-  const auto piece = piece_bytes / width;
+  const auto piece = check_piece_bytes / width;
   const auto pieces = (file.size() + piece - 1) / piece;
   const bool all = options.how == TokenCheck::full || file.size() * width <= options.sample_bytes;
-  const auto wanted = all ? pieces : std::max<std::uint64_t>(options.sample_bytes / piece_bytes, 1);
+  const auto wanted = all ? pieces : std::max<std::uint64_t>(options.sample_bytes / check_piece_bytes, 1);
   Check check(file, options, all ? file.size() : wanted * piece);
   for (std::uint64_t number = 0; number < wanted; ++number) {
     // The first piece and the last are always among them.

@@ -92,7 +92,7 @@ Config config_of(const std::string& model, int ranks, std::vector<std::string> o
   return config;
 }
 
-struct Course {
+struct Outcome {
   std::vector<double> losses, norms;
   std::vector<bool> skipped;
   int replayed = 0;
@@ -106,15 +106,15 @@ using Change = std::function<void(std::int64_t step, StepBatches& batches)>;
 const std::vector<std::string> in_parts{"train.trace_from=1", "train.trace_steps=12"};
 
 // The loop's steps, each read when the next is under way.
-Course train_steps(World& world, const Config& config, const Change& change = {}) {
+Outcome train_steps(World& world, const Config& config, const Change& change = {}) {
   bonfire::Run run(world, config);
   Tracer tracer(world, config, "");
-  Course course;
+  Outcome outcome;
   const auto conclude = [&](StepTaken& step) {
     read(run, step);
-    course.losses.push_back(step.loss.mean);
-    course.norms.push_back(step.update.gradient_norm);
-    course.skipped.push_back(step.update.skipped);
+    outcome.losses.push_back(step.loss.mean);
+    outcome.norms.push_back(step.update.gradient_norm);
+    outcome.skipped.push_back(step.update.skipped);
   };
   world.recorder().clear();
   world.recorder().start();
@@ -125,22 +125,22 @@ Course train_steps(World& world, const Config& config, const Change& change = {}
     tracer.begin_step(step);
     auto taken = take_step(run, batches, step, tracer);
     EXPECT_EQ(taken.reading != nullptr, step > 1 && !tracer.tracing());
-    course.replayed += taken.reading && taken.reading->replayed();
+    outcome.replayed += taken.reading && taken.reading->replayed();
     if (running) conclude(*running);
     running = std::move(taken);
   }
   conclude(*running);
   world.recorder().stop();
-  course.collectives = world.recorder().collectives();
+  outcome.collectives = world.recorder().collectives();
   const auto whole = run.whole().engine.full_parameters();
   std::vector<at::Tensor> parameters;
   for (const auto& parameter : run.whole().model->parameters())
     parameters.push_back(parameter.detach().cpu().to(at::kDouble).view(-1));
-  course.weights = at::cat(parameters);
-  return course;
+  outcome.weights = at::cat(parameters);
+  return outcome;
 }
 
-void expect_equal(const Course& one, const Course& other) {
+void expect_equal(const Outcome& one, const Outcome& other) {
   ASSERT_EQ(one.losses.size(), other.losses.size());
   for (std::size_t at = 0; at < one.losses.size(); ++at) {
     EXPECT_EQ(one.skipped[at], other.skipped[at]) << "step " << at + 1;

@@ -1,4 +1,4 @@
-#include "bonfire/plan/timeline.h"
+#include "bonfire/plan/step_time.h"
 
 #include <gtest/gtest.h>
 
@@ -14,16 +14,16 @@ using testing::tied_toy_model;
 using testing::toy_model;
 
 // Units of forward 1 and backward 2; gathers and reductions as given.
-Timeline timeline(const ModelDescription& model, const DataParallel& layout, FlatCost each, Host host = Host::computes) {
+StepTime time_of(const ModelDescription& model, const DataParallel& layout, FlatCost each, Host host = Host::computes) {
   const auto flats = flats_of(model, layout);
   StepCosts costs{.units = std::vector<UnitCost>(model.units.size(), {1, 2}),
                   .flats = std::vector<FlatCost>(flats.size(), each)};
   if (model.units.front().kind == UnitKind::root) costs.units.front() = {};
-  return timeline_of(course_units(model, flats), layout, costs, host);
+  return time_of_step(course_units(model, flats), layout, costs, host);
 }
 
-Span span(const Timeline& timeline, Act act, std::size_t index, int nth = 0) {
-  for (const auto& span : timeline.spans)
+Span span(const StepTime& time, Act act, std::size_t index, int nth = 0) {
+  for (const auto& span : time.spans)
     if (span.act == act && span.index == index && nth-- == 0) return span;
   ADD_FAILURE() << "no such span";
   return {};
@@ -31,11 +31,11 @@ Span span(const Timeline& timeline, Act act, std::size_t index, int nth = 0) {
 
 const ModelDescription abc = toy_model({256, 256, 256});
 
-TEST(Timeline, WithoutPrefetchEveryGatherIsWaitedFor) {
+TEST(StepTime, WithoutPrefetchEveryGatherIsWaitedFor) {
   const DataParallel layout{.shard = 2, .what = Sharded::parameters, .prefetch = 0};
   // Forward: 3 x (1 + 1). c: 2. b: c's reduction, then its own gather, then 2. a: the same. Then a's reduction.
   for (const Host host : {Host::computes, Host::runs_ahead}) {
-    const auto step = timeline(abc, layout, {.gather = 1, .reduce = 1}, host);
+    const auto step = time_of(abc, layout, {.gather = 1, .reduce = 1}, host);
     EXPECT_DOUBLE_EQ(step.seconds, 6 + 2 + 4 + 4 + 1);
     EXPECT_DOUBLE_EQ(step.compute, 9);
     EXPECT_DOUBLE_EQ(step.communication, 8);
@@ -43,33 +43,33 @@ TEST(Timeline, WithoutPrefetchEveryGatherIsWaitedFor) {
   }
 }
 
-TEST(Timeline, WithOneAheadOnlyTheEndsAreSeen) {
+TEST(StepTime, WithOneAheadOnlyTheEndsAreSeen) {
   DataParallel layout{.shard = 2, .what = Sharded::parameters, .prefetch = 1};
   for (const Host host : {Host::computes, Host::runs_ahead}) {
-    const auto step = timeline(abc, layout, {.gather = 1, .reduce = 1}, host);
+    const auto step = time_of(abc, layout, {.gather = 1, .reduce = 1}, host);
     EXPECT_DOUBLE_EQ(step.seconds, 9 + 1 + 1);  // the first gather and the last reduction
   }
   // b's memory comes in during c's forward. While c's backward runs nothing else is asked for; a's gather stands behind b's
   // reduction, which ends at 9.
   layout.backward_prefetch = BackwardPrefetch::after_reduction;
-  const auto after = timeline(abc, layout, {.gather = 1, .reduce = 1});
+  const auto after = time_of(abc, layout, {.gather = 1, .reduce = 1});
   EXPECT_DOUBLE_EQ(span(after, Act::gather, 1, 1).start, 3);
   EXPECT_DOUBLE_EQ(span(after, Act::gather, 2, 1).start, 9);
   EXPECT_DOUBLE_EQ(after.seconds, 13);
 }
 
-TEST(Timeline, OfAWireThatIsTooSlowIsTheWires) {
+TEST(StepTime, OfAWireThatIsTooSlowIsTheWires) {
   // Every collective takes 10: the wire is never idle, but for what the last reduction waits for.
-  const auto step = timeline(abc, {.shard = 2, .what = Sharded::parameters, .prefetch = 4}, {.gather = 10, .reduce = 10});
+  const auto step = time_of(abc, {.shard = 2, .what = Sharded::parameters, .prefetch = 4}, {.gather = 10, .reduce = 10});
   // Gathers of a, b, c, then of b and a again: until 50. c's reduction is ready at 33, b's at 42 (a comes in at 50), a's
   // at 52.
   EXPECT_DOUBLE_EQ(step.seconds, 80);
   EXPECT_DOUBLE_EQ(span(step, Act::reduce, 0).start, 50);
 }
 
-TEST(Timeline, ComputationWaitsForMemoryOfWholeGradients) {
+TEST(StepTime, ComputationWaitsForMemoryOfWholeGradients) {
   const DataParallel layout{.shard = 2, .what = Sharded::parameters, .reshard_after_forward = false, .prefetch = 1};
-  const auto step = timeline(abc, layout, {.gather = 1, .reduce = 5});
+  const auto step = time_of(abc, layout, {.gather = 1, .reduce = 5});
   // Forward ends at 4, c at 6, b at 8. Two whole gradients are out until c's was reduced, at 11.
   EXPECT_DOUBLE_EQ(span(step, Act::backward, 1).start, 6);
   EXPECT_DOUBLE_EQ(span(step, Act::backward, 0).start, 11);
@@ -77,40 +77,40 @@ TEST(Timeline, ComputationWaitsForMemoryOfWholeGradients) {
   // With three of them nobody waits.
   auto wide = layout;
   wide.prefetch = 2;
-  EXPECT_DOUBLE_EQ(span(timeline(abc, wide, {.gather = 1, .reduce = 5}), Act::backward, 0).start, 8);
+  EXPECT_DOUBLE_EQ(span(time_of(abc, wide, {.gather = 1, .reduce = 5}), Act::backward, 0).start, 8);
   // Nor where gradients are kept whole.
   auto full = layout;
   full.accumulation = Accumulation::full;
-  EXPECT_DOUBLE_EQ(span(timeline(abc, full, {.gather = 1, .reduce = 5}), Act::backward, 0).start, 8);
+  EXPECT_DOUBLE_EQ(span(time_of(abc, full, {.gather = 1, .reduce = 5}), Act::backward, 0).start, 8);
 }
 
 // A host that only issues asks for everything at once; memory alone holds the gathers back.
-TEST(Timeline, AGatherWaitsForTheLastUseOfItsMemory) {
+TEST(StepTime, AGatherWaitsForTheLastUseOfItsMemory) {
   const DataParallel layout{.shard = 2, .what = Sharded::parameters, .prefetch = 1};
-  const auto step = timeline(toy_model({256, 256, 256, 256}), layout, {.gather = 0.1, .reduce = 0.1}, Host::runs_ahead);
+  const auto step = time_of(toy_model({256, 256, 256, 256}), layout, {.gather = 0.1, .reduce = 0.1}, Host::runs_ahead);
   // Two buffers: c's gather needs a's, whose forward ends at 1.1.
   EXPECT_DOUBLE_EQ(span(step, Act::gather, 2).start, 0.1);
   EXPECT_DOUBLE_EQ(span(step, Act::gather, 1).start, 1.1);
 }
 
-TEST(Timeline, OfReplicasAndOfZero1) {
+TEST(StepTime, OfReplicasAndOfZero1) {
   const BucketOptions each_alone{.bucket_bytes = 1, .first_bucket_bytes = 1};
   // Forward 3, then reductions of 3 behind backwards of 2: ready at 5, 7, 9, on the wire until 5 + 9.
-  EXPECT_DOUBLE_EQ(timeline(abc, {.replicate = 2, .buckets = each_alone}, {.across = 3}).seconds, 14);
+  EXPECT_DOUBLE_EQ(time_of(abc, {.replicate = 2, .buckets = each_alone}, {.across = 3}).seconds, 14);
   // Only in the last microbatch.
-  EXPECT_DOUBLE_EQ(timeline(abc, {.replicate = 2, .microbatches = 2, .buckets = each_alone}, {.across = 3}).seconds, 23);
+  EXPECT_DOUBLE_EQ(time_of(abc, {.replicate = 2, .microbatches = 2, .buckets = each_alone}, {.across = 3}).seconds, 23);
   // Scattered, updated (1 each) and sent (2 each): the first is sent from 15 on.
   const auto flats = flats_of(abc, {.replicate = 2, .buckets = each_alone});
   const DataParallel zero1{.shard = 2, .what = Sharded::optimizer, .buckets = each_alone};
   const StepCosts costs{.units = std::vector<UnitCost>(3, {1, 2}),
                         .flats = std::vector<FlatCost>(3, {.reduce = 3, .refresh = 2}),
                         .update = 3};
-  EXPECT_DOUBLE_EQ(timeline_of(course_units(abc, flats), zero1, costs).seconds, 15 + 6);
+  EXPECT_DOUBLE_EQ(time_of_step(course_units(abc, flats), zero1, costs).seconds, 15 + 6);
 }
 
-TEST(Timeline, OfATiedWeightEndsWithItsReduction) {
+TEST(StepTime, OfATiedWeightEndsWithItsReduction) {
   const auto model = tied_toy_model(512, {256, 256, 256});
-  const auto step = timeline(model, {.shard = 2, .what = Sharded::parameters, .prefetch = 1}, {.gather = 1, .reduce = 1});
+  const auto step = time_of(model, {.shard = 2, .what = Sharded::parameters, .prefetch = 1}, {.gather = 1, .reduce = 1});
   // The root is the fourth buffer: gathered first, reduced last.
   EXPECT_DOUBLE_EQ(span(step, Act::gather, 3).start, 0);
   EXPECT_DOUBLE_EQ(span(step, Act::reduce, 3).end, step.seconds);
@@ -118,16 +118,16 @@ TEST(Timeline, OfATiedWeightEndsWithItsReduction) {
 }
 
 // Laws: more ahead is never slower, and no step is shorter than what either stream has to do.
-TEST(Timeline, MoreAheadIsNeverSlower) {
+TEST(StepTime, MoreAheadIsNeverSlower) {
   for (const double gather : {0.25, 1.0, 3.0})
     for (const auto backward : {BackwardPrefetch::before_reduction, BackwardPrefetch::after_reduction})
       for (const Host host : {Host::computes, Host::runs_ahead}) {
         double before = 1e9;
         for (const int prefetch : {0, 1, 2, 4}) {
           const auto step =
-              timeline(toy_model({256, 256, 256, 256, 256, 256}),
-                       {.shard = 2, .what = Sharded::parameters, .prefetch = prefetch, .backward_prefetch = backward},
-                       {.gather = gather, .reduce = gather}, host);
+              time_of(toy_model({256, 256, 256, 256, 256, 256}),
+                      {.shard = 2, .what = Sharded::parameters, .prefetch = prefetch, .backward_prefetch = backward},
+                      {.gather = gather, .reduce = gather}, host);
           EXPECT_LE(step.seconds, before);
           EXPECT_GE(step.seconds, std::max(step.compute, step.communication));
           before = step.seconds;
@@ -135,9 +135,9 @@ TEST(Timeline, MoreAheadIsNeverSlower) {
       }
 }
 
-TEST(Timeline, RefusesCostsOfAnotherModel) {
+TEST(StepTime, RefusesCostsOfAnotherModel) {
   const auto units = course_units(abc, flats_of(abc, {}));
-  EXPECT_THROW(timeline_of(units, {}, {}), Error);
+  EXPECT_THROW(time_of_step(units, {}, {}), Error);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "bonfire/plan/timeline.h"
+#include "bonfire/plan/step_time.h"
 
 #include <algorithm>
 #include <deque>
@@ -25,16 +25,16 @@ class Builder {
         factors_(layout.factors()),
         gathered_(costs.flats.size()) {}
 
-  Timeline run() && {
+  StepTime run() && {
     const auto course = course_of_step(units_, layout_);
     const auto buffers = buffers_of(course);
     for (std::size_t at = 0; at < course.size(); ++at) add(course[at], buffers[at]);
     finish();
     clock_.run();
-    Timeline timeline{.seconds = clock_.makespan(), .compute = clock_.busy(compute_), .communication = clock_.busy(wire_)};
+    StepTime time{.seconds = clock_.makespan(), .compute = clock_.busy(compute_), .communication = clock_.busy(wire_)};
     for (const auto& [event, task] : issued_)
-      timeline.spans.push_back({event.act, event.index, event.microbatch, clock_.start(task), clock_.end(task)});
-    return timeline;
+      time.spans.push_back({event.act, event.index, event.microbatch, clock_.start(task), clock_.end(task)});
+    return time;
   }
 
  private:
@@ -142,12 +142,12 @@ class Builder {
 
 }  // namespace
 
-Timeline timeline_of(const std::vector<CourseUnit>& units, const DataParallel& layout, const StepCosts& costs, Host host) {
+StepTime time_of_step(const std::vector<CourseUnit>& units, const DataParallel& layout, const StepCosts& costs, Host host) {
   std::size_t flats = 0;
   for (const auto& unit : units) flats = std::max(flats, unit.flat ? *unit.flat + 1 : 0);
   require(costs.units.size() == units.size() && costs.flats.size() == flats,
-          "a timeline of {} Units and {} buffers was given costs of {} and {}", units.size(), flats, costs.units.size(),
-          costs.flats.size());
+          "the time of a step of {} Units and {} buffers was given costs of {} and {}", units.size(), flats,
+          costs.units.size(), costs.flats.size());
   return Builder(units, layout, costs, host).run();
 }
 

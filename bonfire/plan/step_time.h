@@ -42,7 +42,7 @@ struct Span {
   double start, end;
 };
 
-struct Timeline {
+struct StepTime {
   double seconds = 0;         // of the step
   double compute = 0;         // Units and update
   double communication = 0;   // all collectives, one after the other
@@ -52,7 +52,7 @@ struct Timeline {
 };
 
 // REQUIRES: as many costs as there are Units and buffers.
-BONFIRE_API Timeline timeline_of(const std::vector<CourseUnit>& units, const DataParallel& layout, const StepCosts& costs,
-                                 Host host = Host::computes);
+BONFIRE_API StepTime time_of_step(const std::vector<CourseUnit>& units, const DataParallel& layout, const StepCosts& costs,
+                                  Host host = Host::computes);
 
 }  // namespace bonfire::plan
