@@ -14,12 +14,12 @@ namespace {
 constexpr std::array kEvents = {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGTSTP, SIGCONT};
 
 // A signal handler can be given nothing: what it needs must be where it can find it.
-std::atomic<int> pipe_end{-1};
+std::atomic<int> signals_end{-1};
 
 void note(int signal) {
   const int error = errno;
   const auto byte = static_cast<unsigned char>(signal);
-  [[maybe_unused]] const ssize_t written = write(pipe_end.load(std::memory_order_relaxed), &byte, 1);
+  [[maybe_unused]] const ssize_t written = write(signals_end.load(std::memory_order_relaxed), &byte, 1);
   errno = error;
 }
 
@@ -38,7 +38,7 @@ SignalEvents::SignalEvents() {
   read_ = Socket(ends[0]);
   write_ = Socket(ends[1]);
   int nobody = -1;
-  require(pipe_end.compare_exchange_strong(nobody, write_.fd()),
+  require(signals_end.compare_exchange_strong(nobody, write_.fd()),
           "this process launches ranks already: one launch at a time");
 
   sigemptyset(&ignored_);
@@ -64,7 +64,7 @@ SignalEvents::~SignalEvents() {
   for (const int signal : kEvents) sigaction(signal, &before_[signal], nullptr);
   for (const int signal : {SIGPIPE, SIGCHLD}) sigaction(signal, &before_[signal], nullptr);
   pthread_sigmask(SIG_SETMASK, &mask_before_, nullptr);
-  pipe_end.store(-1);
+  signals_end.store(-1);
 }
 
 int SignalEvents::next() const {

@@ -17,7 +17,7 @@ constexpr std::array kSignals = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};
 constexpr int kEndNow = 0x626f6e;
 
 // A signal handler can be given nothing: what it needs must be where it can find it.
-std::atomic<int> pipe_end{-1};
+std::atomic<int> stop_end{-1};
 
 void note(int signal, siginfo_t* about, void*) {
   const int error = errno;
@@ -28,7 +28,7 @@ void note(int signal, siginfo_t* about, void*) {
   }
   if (signal != SIGUSR1) ::signal(signal, SIG_DFL);
   const char byte = 1;
-  [[maybe_unused]] const ssize_t written = write(pipe_end.load(std::memory_order_relaxed), &byte, 1);
+  [[maybe_unused]] const ssize_t written = write(stop_end.load(std::memory_order_relaxed), &byte, 1);
   errno = error;
 }
 
@@ -39,7 +39,7 @@ StopSignals::StopSignals(std::function<void()> asked) {
   require_system(pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe for signals");
   read_ = Socket(ends[0]);
   write_ = Socket(ends[1]);
-  pipe_end = write_.fd();
+  stop_end = write_.fd();
   {
     const SignalsBlocked signals;  // in the new thread
     thread_ = std::thread([this, asked = std::move(asked)] {
@@ -61,7 +61,7 @@ StopSignals::~StopSignals() {
   const char end = 0;
   [[maybe_unused]] const ssize_t written = write(write_.fd(), &end, 1);
   thread_.join();
-  pipe_end = -1;
+  stop_end = -1;
 }
 
 void StopSignals::end_now(pid_t rank) { sigqueue(rank, SIGTERM, {.sival_int = kEndNow}); }
