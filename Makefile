@@ -3,7 +3,7 @@
 # UNITY=OFF, at the first build of a folder, compiles the library file by file: longer in all, less after an edit.
 PRESET ?= release
 BUILD  := $(if $(filter release,$(PRESET)),build,build-$(PRESET))
-# A file that sees torch takes up to 1.3 GB to compile.
+# What sees torch takes up to 1.5 GB to compile.
 JOBS   ?= $(shell awk -v cores=$$(nproc) '/^MemAvailable/ { jobs = int($$2 / 1572864); if (jobs > cores) jobs = cores; print jobs < 1 ? 1 : jobs }' /proc/meminfo)
 CUDA_ARCHS ?=
 UNITY  ?= ON
