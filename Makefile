@@ -9,9 +9,10 @@ CUDA_ARCHS ?=
 UNITY  ?= ON
 PEERS  ?= peers
 PREFIX ?= /usr/local
+FUZZ_SECONDS ?= 60
 SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu')
 
-.PHONY: help setup configure build command test demo peers test-peers bench install format lint clean
+.PHONY: help setup configure build command test demo peers test-peers bench fuzz install format lint clean
 
 # $(call configure,ON|OFF): what CMake says is shown only where it fails, and, beside a GPU, why that will not be used.
 configure = @libtorch=$$(setup/libtorch.sh) || exit 1; \
@@ -28,6 +29,7 @@ help:
 	@echo "make peers       an environment with PyTorch, transformers and TensorBoard in PEERS ($(PEERS))"
 	@echo "make test-peers  tests against those"
 	@echo "make bench       benchmarks against those, into bench/results"
+	@echo "make fuzz        fuzzes each reader of outside bytes for FUZZ_SECONDS ($(FUZZ_SECONDS)), with clang"
 	@echo "make format      clang-format; make lint checks it and runs clang-tidy (FILES='...' for some files)"
 
 setup:
@@ -46,8 +48,8 @@ command:
 	@cmake --build $(BUILD) -j $(JOBS) --target command
 
 test: build
-	@cd $(BUILD) && { ctest --output-on-failure --no-tests=error --parallel $$(( 2 * $(JOBS) )); code=$$?; \
-	  awk -f ../tests/skipped.awk Testing/Temporary/LastTest.log; exit $$code; }
+	@cd $(BUILD) && { ctest --no-tests=error --parallel $$(( 2 * $(JOBS) )); code=$$?; \
+	  for list in skipped failed; do awk -f ../tests/$$list.awk Testing/Temporary/LastTest.log; done; exit $$code; }
 
 demo: command
 	@$(BUILD)/bonfire train examples/demo.toml --ranks 2
@@ -61,12 +63,17 @@ peers:
 	@setup/peers.sh $(PEERS)
 
 test-peers: build peers
+	@cmake --build $(BUILD) -j $(JOBS) --target peer_probe
 	@BONFIRE_BUILD=$(BUILD) $(PEERS)/bin/python -m unittest discover --start-directory tests/peers --pattern '*_test.py' --verbose
 
 bench: command peers
 	@setup/packages.sh bench
 	@cmake -S . -B $(BUILD) -DBONFIRE_BUILD_BENCH=ON > /dev/null && cmake --build $(BUILD) -j $(JOBS) --target benchmarks
 	@$(PEERS)/bin/python bench/run.py --peers $(PEERS) --command $(BUILD)/bonfire
+
+fuzz:
+	@setup/packages.sh build fuzz
+	@JOBS=$(JOBS) tests/fuzz/fuzz.sh "$$(setup/libtorch.sh)" $(CURDIR)/build-fuzz $(FUZZ_SECONDS)
 
 format:
 	@setup/packages.sh lint

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Installs the Debian/Ubuntu packages that the given parts need. Does nothing where all are there.
 #
-# packages.sh [build] [tests] [bench] [lint]: without a word, build and tests
+# packages.sh [build] [tests] [bench] [lint] [fuzz]: without a word, build and tests
 set -euo pipefail
 
 build=(g++ cmake ninja-build ccache mold unzip python3 python3-pip ca-certificates
        libcli11-dev libtomlplusplus-dev nlohmann-json3-dev libxxhash-dev
-       libgloo-dev libsentencepiece-dev)
-tests=(libgtest-dev openmpi-bin libopenmpi-dev mpich slurm-wlm munge)
+       libgloo-dev libsentencepiece-dev libpcre2-dev libutf8proc-dev)
+tests=(libgtest-dev procps openmpi-bin libopenmpi-dev mpich slurm-wlm munge)
 bench=(libbenchmark-dev)
 lint=(clang-format clang-tidy)
+fuzz=(clang libclang-rt-dev)
 
 [ $# -gt 0 ] || set -- build tests
 wanted=()
@@ -19,7 +20,8 @@ for part in "$@"; do
     tests) wanted+=("${tests[@]}") ;;
     bench) wanted+=("${bench[@]}") ;;
     lint) wanted+=("${lint[@]}") ;;
-    *) echo "packages.sh: no part '$part'; there are build, tests, bench and lint" >&2; exit 2 ;;
+    fuzz) wanted+=("${fuzz[@]}") ;;
+    *) echo "packages.sh: no part '$part'; there are build, tests, bench, lint and fuzz" >&2; exit 2 ;;
   esac
 done
 

@@ -46,7 +46,7 @@ void put_utf8(std::string& out, std::uint32_t code) {
 
 class Parser {
  public:
-  Parser(std::string_view text, const std::string& name) : text_(text), name_(name) {}
+  Parser(std::string_view text, const std::string& name, int line) : text_(text), name_(name), line_(line) {}
 
   JsonNode document() {
     space();
@@ -263,7 +263,7 @@ class Parser {
   std::string_view text_;
   const std::string& name_;
   std::size_t at_ = 0, line_start_ = 0;
-  int line_ = 1;
+  int line_;
 };
 
 std::string_view kind_of(const JsonNode& node) {
@@ -289,6 +289,8 @@ const T& Json::as(std::string_view kind) const {
 }
 
 bool Json::is_null() const { return std::holds_alternative<std::nullptr_t>(node_->is); }
+bool Json::is_string() const { return std::holds_alternative<std::string>(node_->is); }
+bool Json::is_list() const { return std::holds_alternative<JsonList>(node_->is); }
 bool Json::boolean() const { return as<bool>("true or false"); }
 std::int64_t Json::integer() const { return as<std::int64_t>("an integer"); }
 const std::string& Json::string() const { return as<std::string>("a string"); }
@@ -322,8 +324,8 @@ Json Json::at(std::string_view key) const {
   return *found;
 }
 
-Json parse_json(std::string_view text, const std::string& name) {
-  const auto document = std::make_shared<const JsonDocument>(JsonDocument{name, Parser(text, name).document()});
+Json parse_json(std::string_view text, const std::string& name, int line) {
+  const auto document = std::make_shared<const JsonDocument>(JsonDocument{name, Parser(text, name, line).document()});
   return Json(document, &document->root);
 }
 

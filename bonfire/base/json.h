@@ -23,6 +23,8 @@ struct JsonNode;
 class BONFIRE_API Json {
  public:
   bool is_null() const;
+  bool is_string() const;
+  bool is_list() const;
   bool boolean() const;
   std::int64_t integer() const;
   double number() const;  // an integer too
@@ -38,7 +40,7 @@ class BONFIRE_API Json {
   [[noreturn]] void refuse(std::string_view message) const;
 
  private:
-  friend BONFIRE_API Json parse_json(std::string_view text, const std::string& name);
+  friend BONFIRE_API Json parse_json(std::string_view text, const std::string& name, int line);
   Json(std::shared_ptr<const JsonDocument> document, const JsonNode* node);
   template <class T>
   const T& as(std::string_view kind) const;
@@ -54,8 +56,8 @@ inline constexpr std::uint64_t most_json_bytes = std::uint64_t{1} << 28;
 
 // RFC 8259 and nothing else: no comments, no byte order mark, no key twice in an object, no bytes that are not UTF-8, no
 // number that 64 bits or a double cannot hold. Throw ConfigError "FILE:LINE:COLUMN: not JSON: ..."; columns count bytes.
-// `name` stands for the file in messages.
-BONFIRE_API Json parse_json(std::string_view text, const std::string& name);
+// `name` stands for the file in messages, and `line` for where the text begins in it.
+BONFIRE_API Json parse_json(std::string_view text, const std::string& name, int line = 1);
 BONFIRE_API Json read_json(const std::filesystem::path& file);
 
 }  // namespace bonfire

@@ -2,6 +2,8 @@
 
 #include <sys/resource.h>
 
+#include <filesystem>
+
 #include "bonfire/base/error.h"
 
 namespace bonfire {
@@ -11,6 +13,14 @@ bool raise_open_files() {
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return false;
   limit.rlim_cur = limit.rlim_max;
   return ::setrlimit(RLIMIT_NOFILE, &limit) == 0;
+}
+
+long open_files() {
+  std::error_code error;
+  long count = 0;
+  for (std::filesystem::directory_iterator file("/proc/self/fd", error), end; !error && file != end; file.increment(error))
+    ++count;
+  return count;
 }
 
 void require_open_files(long needed, const std::string& what) {

@@ -37,6 +37,11 @@ fs::path part_of(const fs::path& path) {
   return part;
 }
 
+}  // namespace
+
+WriteError::WriteError(const fs::path& file, int reason, std::string_view during)
+    : Error(message_of(file, reason, during)), reason_(reason) {}
+
 // Some file systems have no such operation for folders, and keep names without it.
 void flush_folder(const fs::path& path) {
   const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
@@ -46,11 +51,6 @@ void flush_folder(const fs::path& path) {
   if (reason != 0 && reason != EINVAL)
     throw WriteError(path, reason, "it has its name, but its folder cannot be flushed to the disk");
 }
-
-}  // namespace
-
-WriteError::WriteError(const fs::path& file, int reason, std::string_view during)
-    : Error(message_of(file, reason, during)), reason_(reason) {}
 
 void write_at(int file, const fs::path& path, std::uint64_t offset, std::span<const std::byte> bytes) {
   while (!bytes.empty()) {

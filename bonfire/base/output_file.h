@@ -68,6 +68,9 @@ class BONFIRE_API OutputFile {
 BONFIRE_API void write_file(const std::filesystem::path& file, std::string_view content,
                             Survives survives = Survives::power_loss);
 
+// The name that a file, or a folder, has been given survives a loss of power. Throws WriteError.
+BONFIRE_API void flush_folder(const std::filesystem::path& path);
+
 // Writes all of the bytes at a place of an open file. Throws WriteError, which names `path`.
 BONFIRE_API void write_at(int file, const std::filesystem::path& path, std::uint64_t offset,
                           std::span<const std::byte> bytes);

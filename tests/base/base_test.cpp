@@ -10,7 +10,7 @@
 #include "bonfire/base/size.h"
 #include "bonfire/base/trace.h"
 
-namespace bonfire {
+namespace bonfire::base_test {
 namespace {
 
 // Known answer of Philox 4x32-10 (Random123's kat_vectors: counter 0, key 0, and all ones).
@@ -101,4 +101,4 @@ TEST(Trace, WritesEventsPerTrack) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::base_test

@@ -9,7 +9,7 @@
 #include "tests/support/shell.h"
 #include "tests/support/thrown.h"
 
-namespace bonfire {
+namespace bonfire::json_test {
 namespace {
 using bonfire::testing::Folder;
 using bonfire::testing::thrown;
@@ -171,4 +171,4 @@ TEST(Json, AgreesWithAnotherReader) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::json_test

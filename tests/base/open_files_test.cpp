@@ -6,7 +6,7 @@
 #include "bonfire/base/error.h"
 #include "tests/support/thrown.h"
 
-namespace bonfire {
+namespace bonfire::open_files_test {
 namespace {
 using bonfire::testing::thrown;
 
@@ -47,4 +47,4 @@ TEST_F(OpenFiles, MoreThanTheHardLimitIsRefusedWithBothNumbers) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::open_files_test

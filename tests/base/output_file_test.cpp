@@ -44,7 +44,7 @@ extern "C" __attribute__((visibility("default"))) int rename(const char* from, c
   return static_cast<int>(syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0));
 }
 
-namespace bonfire {
+namespace bonfire::output_file_test {
 namespace {
 namespace fs = std::filesystem;
 using bonfire::testing::FileLimit;
@@ -223,4 +223,4 @@ TEST(InputFiles, AreReadWholeOrInPieces) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::output_file_test

@@ -4,7 +4,7 @@
 
 #include "bonfire/base/error.h"
 
-namespace bonfire {
+namespace bonfire::toml_test {
 namespace {
 
 std::string error_of(const std::string& text) {
@@ -47,6 +47,24 @@ TEST(Toml, ErrorsNameTheFileAndTheLine) {
   EXPECT_THROW(read_toml("/"), ConfigError);
 }
 
+TEST(Toml, LettersBeyondAsciiStandInStringsAndCommentsOnly) {
+  const auto table = parse_toml(
+      "\xef\xbb\xbf# \xc3\xa9\n"
+      "a = \"\xc3\xa9 \\\" \xc3\xa9\" # \xc3\xbc\n"
+      "b = '\xc3\xa9'\n"
+      "c = \"\"\"\n\xc3\xa9\" \xc3\xa9\"\"\"\"\"\n"
+      "d = '''\xc3\xa9\n'''\n"
+      "e = [\"\xc3\xa9\", '\xc3\xa9']\n"
+      "\"\xc3\xa9\".f = {\"\xc3\xa9\" = 1}\n",
+      "a.toml");
+  ASSERT_EQ(table.size(), 6u);
+  EXPECT_EQ(std::get<std::string>(table[2].value.is), "\xc3\xa9\" \xc3\xa9\"\"");
+  for (const char* text : {"a = \"x\"\nb = \xc3\xa9\n", "a = \"\"\"x\"\"\" \xc3\xa9", "#\n[\xc3\xbc]", "a = 27'T\xc3\xbc'\n",
+                           "\n[\x1a\"a\"]", "\n\x7f", "a = \"open\n\xc3\xa9 = 1\n"})
+    EXPECT_EQ(error_of(text).find("a.toml:"), 0u) << text;
+  EXPECT_NE(error_of("a = 1\n\xc3\xa9 = 1\n").find("a.toml:2: not TOML"), std::string::npos);
+}
+
 TEST(Toml, NearestFindsTyposAndLeavesOtherWordsAlone) {
   const std::vector<std::string> keys = {"layers", "heads", "kv_heads", "warmup", "weight_decay", "decay", "lr"};
   EXPECT_EQ(nearest("layer", keys), "layers");
@@ -60,4 +78,4 @@ TEST(Toml, NearestFindsTyposAndLeavesOtherWordsAlone) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::toml_test
