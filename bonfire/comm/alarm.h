@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <future>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -18,10 +19,16 @@ class Store;
 namespace bonfire {
 
 // How a rank that fails between collectives tells the others, which may be waiting for it in one of them; and how ranks that
-// have all failed alike find out that nobody waits for anybody, so that they may go on. One for each World and rank.
+// have all failed alike find out that nobody waits for anybody, so that they may go on. One for each rank of a World, and
+// one more for each part of it that works by itself: what is wrong there beyond repair, the whole World hears.
 class BONFIRE_API Alarm {
  public:
-  Alarm(c10::intrusive_ptr<c10d::Store> store, int rank, int size);
+  struct Part {
+    std::string name = "alarm";
+    int size = 1;                    // ranks that must have failed alike
+    std::shared_ptr<Alarm> of = {};  // of the whole; null: this is it
+  };
+  Alarm(c10::intrusive_ptr<c10d::Store> store, int rank, Part part);
 
   // This rank failed, and says why in the first line of `words`. `place` counts what it has issued: it is the same on ranks
   // that failed at the same place. Waits for the others' word, no longer than `patience`. True: all ranks failed at that
@@ -33,15 +40,21 @@ class BONFIRE_API Alarm {
   void ask();
   // The same as far as this rank knows already.
   void check() const;
-  bool known() const { return broken_.load(std::memory_order_acquire); }
+  bool known() const { return broken_.load(std::memory_order_acquire) || (part_.of && part_.of->known()); }
 
  private:
   std::string key() const;
   std::string words_of_first() const;
   void hear();
+  // Part of this World failed beyond repair: everybody hears it.
+  void sound(const std::string& words, std::int64_t place);
+  void speak(const std::string& words, std::int64_t place);
+  std::string verdict(const std::string& said);  // what was said first
+  void give_up();
 
   c10::intrusive_ptr<c10d::Store> store_;
-  int rank_, size_;
+  int rank_;
+  Part part_;
   mutable std::mutex mutex_;
   std::int64_t epoch_ = 0;  // alarms that all ranks have survived
   std::string words_;

@@ -27,9 +27,10 @@ constexpr auto kSettle = 200ms;
 constexpr auto kSettleVictims = 2s;
 // How often to look around although nothing seems to have happened; the latter where the kernel does not tell of ends.
 constexpr auto kLook = 1s;
+// How long the other nodes have to say whether something failed there first, or to hear that this one stops.
+constexpr auto kOtherNodes = 5s;
+constexpr auto kTold = 2s;
 constexpr auto kLookOften = 50ms;
-
-bool is_stop_request(int signal) { return signal == SIGINT || signal == SIGTERM || signal == SIGHUP; }
 
 std::string file_name(int rank, int attempt, const char* kind) {
   return attempt == 0 ? fmt::format("rank-{}.{}", rank, kind) : fmt::format("rank-{}.restart-{}.{}", rank, attempt, kind);
@@ -67,17 +68,20 @@ Attempt::Ending Attempt::run() {
     if (link != nullptr) {
       if (link->take_user_signal()) signal_all(SIGUSR1);
       if (const auto news = link->news(); news && !news->over) hear(*news);
+      follow_pauses();
     }
-    if (!ending_ && !asked_to_stop_ && !failures_.empty() && (Clock::now() >= settled() || living() == 0)) choose_failure();
-    if (kill_at_ && Clock::now() >= *kill_at_) {
-      signal_all(SIGKILL);
-      kill_at_.reset();
-    }
+    if (paused_since_) continue;
+    keep_deadlines();
     if (living() > 0) continue;
     if (ending_ || asked_to_stop_ || link == nullptr) break;
-    if (!told_ended_) link->ended();
-    told_ended_ = true;
+    if (told_failure_) continue;
+    if (!told_ended_) {
+      link->ended();
+      told_ended_ = Clock::now();
+    }
     if (const auto news = link->news(); news && news->over) break;
+    // Ranks that stopped on request did so together: who has not heard of the others by now will not.
+    if (saved_ && Clock::now() >= *told_ended_ + kOtherNodes) break;
   }
   for (Rank& rank : ranks_) {
     rank.output.take(rank.process.out, rank.process.err);
@@ -85,6 +89,18 @@ Attempt::Ending Attempt::run() {
   }
   if (failure_) return Ending::failed;
   return saved_ || unsaved_ ? Ending::on_request : Ending::well;
+}
+
+// What is done about ranks that have failed, or that were to end by now.
+void Attempt::keep_deadlines() {
+  const Deadline now = Clock::now();
+  const bool undecided = !ending_ && !asked_to_stop_;
+  if (undecided && !failures_.empty() && (now >= settled() || living() == 0)) choose_failure();
+  if (undecided && told_failure_ && now >= told_failure_->at + kOtherNodes) end_because(told_failure_->failure);
+  if (kill_at_ && Clock::now() >= *kill_at_) {
+    signal_all(SIGKILL);
+    kill_at_.reset();
+  }
 }
 
 void Attempt::start() {
@@ -116,7 +132,8 @@ Attempt::Rank Attempt::start(int local) {
   variables["RANK"] = std::to_string(number);
   variables["LOCAL_RANK"] = std::to_string(local);
   variables["BONFIRE_ERROR_FILE"] = error_file;
-  RankProcess process = start_rank(number, {options_.program, variables, setting_.signals.ignored()});
+  RankProcess process =
+      start_rank(number, {options_.program, variables, setting_.signals.ignored(), options_.ranks_take_signals});
   return {std::move(process), std::move(output), log_file, error_file};
 }
 
@@ -144,22 +161,27 @@ int Attempt::living() const {
 
 void Attempt::wait_for_events() {
   std::vector<pollfd> entries = {{setting_.signals.fd(), POLLIN, 0}};
+  std::vector<std::pair<std::size_t, Rank*>> ends;  // which entry tells of whose
   Deadline next = Clock::now() + kLook;
-  for (const Rank& rank : ranks_) {
+  for (Rank& rank : ranks_) {
     for (const Socket* pipe : {&rank.process.out, &rank.process.err})
       if (*pipe) entries.push_back({pipe->fd(), POLLIN, 0});
     if (!rank.alive) continue;
-    if (rank.process.end)
+    if (rank.process.end && !rank.end_known) {
+      ends.emplace_back(entries.size(), &rank);
       entries.push_back({rank.process.end.fd(), POLLIN, 0});
-    else
+    } else {
       next = std::min(next, Clock::now() + kLookOften);
+    }
   }
   const bool listening = setting_.link != nullptr && !setting_.link->news();
   if (listening) entries.push_back({setting_.link->readable(), POLLIN, 0});
-  if (!failures_.empty() && !ending_ && !asked_to_stop_) next = std::min(next, settled());
-  if (kill_at_) next = std::min(next, *kill_at_);
+  if (!failures_.empty() && !ending_ && !asked_to_stop_ && !paused_since_)
+    next = std::min(next, told_failure_ ? told_failure_->at + kOtherNodes : settled());
+  if (kill_at_ && !paused_since_) next = std::min(next, *kill_at_);
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
   poll(entries.data(), entries.size(), static_cast<int>(std::max<long long>(left, 0)));
+  for (const auto& [entry, rank] : ends) rank->end_known = entries[entry].revents != 0;
 }
 
 void Attempt::handle(int signal) {
@@ -172,36 +194,82 @@ void Attempt::handle(int signal) {
   // A second request does not wait any longer. A hang-up is none: a terminal that goes away sends several.
   if (signal != SIGHUP && ++requests_ > 1) return signal_all(SIGKILL);
   if (asked_to_stop_ && signal == SIGHUP) return;
-  if (setting_.link != nullptr) setting_.link->tell_stop(signal);
+  // The ranks are being ended already; they are not started again.
+  if (ending_) {
+    asked_to_stop_ = true;
+    return;
+  }
+  if (setting_.link != nullptr) {
+    setting_.link->tell_stop(signal);
+    setting_.link->told(kTold);
+  }
   stop(signal, "");
 }
 
 void Attempt::stop(int signal, const std::string& where) {
   asked_to_stop_ = true;
   if (!failures_.empty()) unsaved_ = true;
+  // Those of other nodes are stopped; here there is nothing left to save.
+  if (living() == 0 && failures_.empty()) saved_ = true;
+  go_on();
   options_.log.info("{}{}: passed on to {} ranks, which have {} s to end", signal_name(signal), where, living(),
-                    std::chrono::duration_cast<std::chrono::seconds>(options_.stop_grace).count());
+                    std::chrono::duration_cast<std::chrono::seconds>(*options_.stop_grace).count());
   signal_all(signal);
   wake_stopped();
-  kill_at_ = Clock::now() + options_.stop_grace;
+  kill_at_ = Clock::now() + *options_.stop_grace;
 }
 
-// Ctrl-Z: the ranks stop and go on with their launcher. Nobody's time runs meanwhile.
+// Ctrl-Z: the ranks of all nodes stop and go on with this launcher. Nobody's time runs meanwhile.
 void Attempt::pause() {
   const Deadline before = Clock::now();
   for (const Rank& rank : ranks_)
     if (rank.alive && setting_.link != nullptr) held_.hold(rank.process.rank, "its launcher, which was stopped");
+  held_.told(kTold);
+  if (setting_.link != nullptr) setting_.link->pause(kTold);
   pausing_ = true;
   signal_all(SIGSTOP);
   setting_.signals.stop_here();
-  signal_all(SIGCONT);
+  if (setting_.link != nullptr) {
+    setting_.link->resume();
+    // The ranks go on with the last launcher that does.
+    if (!paused_since_ && setting_.link->paused_by()) paused_since_ = before;
+  }
+  if (!paused_since_) signal_all(SIGCONT);
   for (const Rank& rank : ranks_)
     if (rank.alive && setting_.link != nullptr) held_.hold(rank.process.rank, "");
   reap();
   pausing_ = false;
-  const auto stopped = Clock::now() - before;
-  first_seen_ += stopped;
-  if (kill_at_) *kill_at_ += stopped;
+  if (!paused_since_) postpone(Clock::now() - before);
+}
+
+// The ranks of all nodes stop and go on with any launcher that is stopped: they would wait for each other otherwise, and for
+// the store, which is node 0's.
+void Attempt::follow_pauses() {
+  const std::optional<int> by = ending_ || asked_to_stop_ ? std::nullopt : setting_.link->paused_by();
+  if (by && !paused_since_) {
+    options_.log.info("the launcher of node {} was stopped: the ranks of this node wait until it goes on", *by);
+    paused_since_ = Clock::now();
+    signal_all(SIGSTOP);
+  } else if (!by && paused_since_) {
+    go_on();
+    options_.log.info("all launchers run again: the ranks of this node go on");
+  }
+}
+
+void Attempt::go_on() {
+  if (!paused_since_) return;
+  postpone(Clock::now() - *paused_since_);
+  signal_all(SIGCONT);
+  reap();
+  paused_since_.reset();
+}
+
+// Nobody's time ran for so long.
+void Attempt::postpone(std::chrono::nanoseconds time) {
+  first_seen_ += time;
+  if (kill_at_) *kill_at_ += time;
+  if (told_failure_) told_failure_->at += time;
+  if (told_ended_) *told_ended_ += time;
 }
 
 // Ranks that have ended but were not waited for still own their number: nobody else is hit.
@@ -223,7 +291,7 @@ void Attempt::reap() {
     siginfo_t how{};
     while (waitid(P_PID, id, &how, WSTOPPED | WCONTINUED | WNOHANG) == 0 && how.si_pid != 0) {
       rank.stopped = how.si_code == CLD_STOPPED;
-      if (rank.stopped && !pausing_) note_stop(rank, how.si_status);
+      if (rank.stopped && !pausing_ && !paused_since_) note_stop(rank, how.si_status);
       how = {};
     }
     how = {};
@@ -250,6 +318,7 @@ void Attempt::note_stop(Rank& rank, int signal) {
 void Attempt::note_end(Rank& rank, const siginfo_t& how) {
   const bool exited = how.si_pid != 0 && how.si_code == CLD_EXITED;
   rank.output.take(rank.process.out, rank.process.err);
+  rank.output.finish();
   std::optional<FailureNote> note = read_failure_note(rank.error_file);
   if (note) rank.output.note(note->details.empty() ? note->message : note->message + "\n" + note->details);
   if (exited && how.si_status == 0) {
@@ -290,6 +359,7 @@ Deadline Attempt::settled() const {
 }
 
 void Attempt::choose_failure() {
+  if (told_failure_) return;
   RankFailure first = first_failure(failures_);
   // Nobody crashed, but somebody left: those who lost it are not to blame.
   if (is_victim(first) && !done_.empty()) {
@@ -299,10 +369,9 @@ void Attempt::choose_failure() {
     else
       first.note = FailureNote{.kind = FailureNote::Kind::communication, .message = after, .at = first.at};
   }
-  if (setting_.link != nullptr)
-    hear(setting_.link->tell(first));
-  else
-    end_because(first);
+  if (setting_.link == nullptr) return end_because(first);
+  setting_.link->tell(first);
+  told_failure_ = {std::move(first), Clock::now()};
 }
 
 void Attempt::hear(const NodeLink::News& news) {
@@ -316,8 +385,9 @@ void Attempt::hear(const NodeLink::News& news) {
 void Attempt::end_because(const RankFailure& failure) {
   failure_ = failure;
   ending_ = true;
+  go_on();
   options_.log.error("{}{}", cause_of(failure), living() > 0 ? "; ending the other ranks" : "");
-  // Nobody is asked to end in good order: there is none left.
+  // Nobody is asked to end in good order: there is none left. Ranks that would take SIGTERM for that hear it so.
   for (const Rank& rank : ranks_)
     if (rank.alive) StopSignals::end_now(rank.process.pid);
   signal_all(SIGTERM);

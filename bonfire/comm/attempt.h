@@ -40,6 +40,8 @@ class Attempt {
   Ending run();
 
   const std::optional<RankFailure>& failure() const { return failure_; }
+  // By a signal to a launcher, also where the attempt had failed already.
+  bool asked_to_stop() const { return asked_to_stop_; }
   // All ranks that ended on request had saved before.
   bool saved() const { return saved_ && !unsaved_; }
 
@@ -50,7 +52,8 @@ class Attempt {
     std::string log_file;
     std::string error_file;
     bool alive = true;
-    bool stopped = false;  // by SIGSTOP
+    bool stopped = false;    // by SIGSTOP
+    bool end_known = false;  // `process.end` says that it has ended; whoever traces it may have to hear of it first
   };
 
   void start();
@@ -58,10 +61,14 @@ class Attempt {
   Variables common_variables() const;
   int living() const;
   void wait_for_events();
+  void keep_deadlines();
 
   void handle(int signal);
   void stop(int signal, const std::string& where);
   void pause();
+  void follow_pauses();
+  void go_on();
+  void postpone(std::chrono::nanoseconds time);
   void signal_all(int signal) const;
   void wake_stopped() const;
 
@@ -84,16 +91,23 @@ class Attempt {
   std::vector<RankFailure> failures_;
   std::vector<int> done_;  // ended well
   std::optional<RankFailure> failure_;
+  // What this node has told the others, until they answer.
+  struct Told {
+    RankFailure failure;
+    Deadline at;
+  };
+  std::optional<Told> told_failure_;
   Deadline first_seen_{};  // the first of failures_
   Deadline looked_{};      // for debuggers
   std::optional<Deadline> kill_at_;
   bool ending_ = false;  // because of a failure
   bool asked_to_stop_ = false;
-  int requests_ = 0;  // by SIGINT or SIGTERM
-  bool pausing_ = false;
-  bool saved_ = false;    // a rank ended with code 3
-  bool unsaved_ = false;  // a rank was asked to end and did so without saving
-  bool told_ended_ = false;
+  int requests_ = 0;                      // by SIGINT or SIGTERM
+  bool pausing_ = false;                  // with this launcher
+  std::optional<Deadline> paused_since_;  // because of another node's launcher
+  bool saved_ = false;                    // a rank ended with code 3
+  bool unsaved_ = false;                  // a rank was asked to end and did so without saving
+  std::optional<Deadline> told_ended_;
 };
 
 }  // namespace bonfire

@@ -1,10 +1,14 @@
 #include "bonfire/comm/beats.h"
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <numeric>
 
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "bonfire/comm/store_bytes.h"
 
 namespace bonfire {
 namespace {
@@ -19,8 +23,6 @@ std::vector<std::string> keys_of(const std::vector<int>& ranks, std::string (*ke
   return keys;
 }
 
-std::string text_of(const std::vector<std::uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
-
 }  // namespace
 
 Beats::Beats(c10d::Store& store, int rank, int size, Nanoseconds now)
@@ -29,6 +31,7 @@ Beats::Beats(c10d::Store& store, int rank, int size, Nanoseconds now)
       everybody_(static_cast<std::size_t>(size)),
       seen_(static_cast<std::size_t>(size), Seen{.at = now}) {
   std::iota(everybody_.begin(), everybody_.end(), 0);
+  missing_ = everybody_;
 }
 
 void Beats::publish(const Progress& progress) {
@@ -42,15 +45,11 @@ void Beats::publish(const Progress& progress) {
 }
 
 const std::vector<Beats::Seen>& Beats::look(Nanoseconds now) {
-  if (!all_have_begun_) all_have_begun_ = store_.check(keys_of(everybody_, key_of));
-  if (all_have_begun_) {
-    read(everybody_, now);
-    return seen_;
-  }
-  // At the start, or where one never comes: those that are there are found one by one.
+  if (!missing_.empty() && store_.check(keys_of(missing_, key_of))) missing_.clear();
+  // At the start, or where one never comes: those that have come are found one by one, and not asked for again.
+  if (missing_.size() > 1) std::erase_if(missing_, [&](int rank) { return store_.check({key_of(rank)}); });
   std::vector<int> there;
-  for (const int rank : everybody_)
-    if (store_.check({key_of(rank)})) there.push_back(rank);
+  std::set_difference(everybody_.begin(), everybody_.end(), missing_.begin(), missing_.end(), std::back_inserter(there));
   read(there, now);
   return seen_;
 }

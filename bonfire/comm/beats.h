@@ -43,7 +43,7 @@ class BONFIRE_API Beats {
   std::size_t lanes_told_ = 0;
   std::vector<int> everybody_;
   std::vector<Seen> seen_;
-  bool all_have_begun_ = false;
+  std::vector<int> missing_;  // have not said anything yet
 };
 
 }  // namespace bonfire

@@ -24,12 +24,13 @@ struct GroupSpec {
   // with this name and a communicator to itself, whose collectives are in no order with those of any other.
   std::string name;
   std::vector<int> members;
+  std::vector<int> part{};  // of the World that works by itself and has this group; empty: all of it
 
   auto operator<=>(const GroupSpec&) const = default;
 };
 
 // The groups of one World, each made once, however many meshes ask for it: its collectives are counted and compared once.
-class Communicators {
+class Communicators : public std::enable_shared_from_this<Communicators> {
  public:
   Communicators(c10::intrusive_ptr<c10d::Store> store, int rank, int size, WorldOptions options);
 
@@ -42,9 +43,9 @@ class Communicators {
   const WorldOptions& options() const { return options_; }
   const std::shared_ptr<Recorder>& recorder() const { return recorder_; }
   const std::shared_ptr<ProgressBoard>& progress() const { return progress_; }
-  Alarm& alarm() const { return *alarm_; }
 
  private:
+  const std::shared_ptr<Alarm>& alarm_of(const std::vector<int>& part);
   std::shared_ptr<Backend> connect(const std::string& meeting, const Group::State& group) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
@@ -52,7 +53,7 @@ class Communicators {
   WorldOptions options_;
   std::shared_ptr<Recorder> recorder_ = std::make_shared<Recorder>();
   std::shared_ptr<ProgressBoard> progress_ = std::make_shared<ProgressBoard>();
-  std::shared_ptr<Alarm> alarm_;
+  std::map<std::vector<int>, std::shared_ptr<Alarm>> alarms_;  // by part of the World; empty: all of it
   std::map<std::pair<std::string, std::vector<int>>, std::shared_ptr<Backend>> backends_;  // by name and members
   std::map<GroupSpec, Group> groups_;
 };

@@ -4,7 +4,9 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <sstream>
 #include <string_view>
+#include <utility>
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/version.h"
@@ -49,6 +51,18 @@ CudaPluginOpening find() {
   return opening;
 }
 
+// Code of one generation also runs on what came later in it, and PTX on all that came later.
+bool has_code_for(const GpuInfo& gpu, const std::string& architectures) {
+  std::istringstream words(architectures);
+  for (std::string word; words >> word;) {
+    const int number = std::stoi(word), major = number / 10, minor = number % 10;
+    const bool no_ptx = word.ends_with("-real"), no_code = word.ends_with("-virtual");
+    if (!no_code && gpu.major == major && gpu.minor >= minor) return true;
+    if (!no_ptx && std::pair(gpu.major, gpu.minor) >= std::pair(major, minor)) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 CudaPluginOpening open_cuda_plugin(const std::string& path) {
@@ -72,10 +86,16 @@ std::string unusable_gpu(const CudaPlugin& plugin) {
   constexpr int oldest = 8;  // the generation of Ampere: the first that computes in bf16 and copies while it computes
   for (int index = 0; index < plugin.device_count(); ++index) {
     const GpuInfo gpu = plugin.device_info(index);
-    if (gpu.major < oldest)
-      return fmt::format("{} (GPU {}) has compute capability {}.{}; Bonfire needs {}.0 or newer{}", gpu.name, index,
-                         gpu.major, gpu.minor, oldest,
+    const auto refusal = [&](const std::string& why) {
+      return fmt::format("{} (GPU {}) has compute capability {}.{}{}{}", gpu.name, index, gpu.major, gpu.minor, why,
                          plugin.device_count() > 1 ? ". CUDA_VISIBLE_DEVICES can leave it out" : "");
+    };
+    if (gpu.major < oldest) return refusal(fmt::format("; Bonfire needs {}.0 or newer", oldest));
+    if (!has_code_for(gpu, plugin.architectures))
+      return refusal(
+          fmt::format(", and this build has code for {} alone; build it beside the GPU, or with CUDA_ARCHS={}{} or "
+                      "CUDA_ARCHS=all",
+                      plugin.architectures, gpu.major, gpu.minor));
   }
   return {};
 }

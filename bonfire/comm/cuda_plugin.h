@@ -36,6 +36,9 @@ struct NcclOptions {
 struct CudaPlugin {
   // Stays first. Both sides must have been built as one: the table may differ between versions.
   const char* version = nullptr;
+  // What ordinary kernels were compiled for, separated by spaces, as CMake names it: "90-real" is code for GPUs of compute
+  // capability 9.0, "80-virtual" PTX from which the driver makes that of any GPU of 8.0 or newer, "90" both.
+  const char* architectures = "";
 
   int (*device_count)() = nullptr;
   GpuInfo (*device_info)(int index) = nullptr;
@@ -45,7 +48,8 @@ struct CudaPlugin {
   void (*limit_shared_memory)(int bytes) = nullptr;
   // For tests and measurements: whether blocks of a kernel draw what they work on (they do), or have fixed shares.
   void (*draw_shares)(bool drawn) = nullptr;
-  // Products divide their work among the multiprocessors that communication beside them leaves; 0: all. Set by make_nccl.
+  // For measurements: cuBLASLt divides products among the multiprocessors that are left when others have so many; 0: among
+  // all, which took less time alone and beside others (bench/results/gpu.md).
   void (*leave_multiprocessors)(int to_others) = nullptr;
 
   // Collective: one communicator over NCCL. REQUIRES: `store` is shared by exactly these ranks.

@@ -117,14 +117,22 @@ bool is_number(const std::string& text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
 }
 
-// Jobs that share a node differ in their numbers, and steps of one job that run at the same time in theirs. `step`: empty
-// where whoever asks is none; Slurm gives the batch script and others of its own numbers beyond all steps.
+// The number, whose remainder is all that counts here, however many digits it has.
+std::int64_t rest_of_number(const std::string& digits, std::int64_t divisor) {
+  std::int64_t rest = 0;
+  for (const char digit : digits) rest = (rest * 10 + (digit - '0')) % divisor;
+  return rest;
+}
+
+// Jobs that share a node differ in their numbers, and steps of one job that run at the same time in theirs: of one job, the
+// steps' ports are one after the other; jobs begin far from each other. Below the ports that the system gives away itself.
+// `step`: empty where whoever asks is none; Slurm gives the batch script and others of its own numbers beyond all steps.
 int slurm_port(const Reader& reader, const std::string& step) {
   const std::string job = reader.text("SLURM_JOB_ID");
   if (!is_number(job)) fail_config("SLURM_JOB_ID is '{}': a number is needed, or MASTER_PORT", job);
-  const int digits = std::stoi(job.substr(job.size() - std::min<std::size_t>(4, job.size())));
-  const int number = is_number(step) && step.size() < 9 ? std::stoi(step) % 10 : 0;
-  return 15000 + (digits + 1000 * number) % 10000;
+  constexpr std::int64_t first = 15000, ports = 17000, apart = 1009;  // a prime, so that jobs in a row take all ports
+  const std::int64_t number = is_number(step) && step.size() < 9 ? rest_of_number(step, ports) : 0;
+  return static_cast<int>(first + (rest_of_number(job, ports) * apart + number) % ports);
 }
 
 void read_slurm_meeting_place(const Reader& reader, Environment& environment, bool as_step) {

@@ -80,6 +80,8 @@ std::string cause_of(const RankFailure& failure) {
 }
 
 std::string last_words_of(const RankFailure& failure) {
+  // What a watchdog says is about another rank than the one that says it.
+  if (failure.note && failure.note->kind == FailureNote::Kind::stall) return {};
   std::string lines;
   for (const std::string& line : failure.last_lines) {
     const bool repeats =

@@ -2,18 +2,25 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
+#include <optional>
+#include <thread>
 #include <vector>
 
 #include <ATen/ops/empty.h>
+#include <c10/util/ScopeExit.h>
 #include <gloo/common/error.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "bonfire/base/clock.h"
 #include "bonfire/base/error.h"
+#include "bonfire/base/open_files.h"
 #include "bonfire/comm/c10d_backend.h"
 #include "bonfire/comm/emulated_link.h"
 #include "bonfire/comm/gloo_exchange.h"
@@ -48,7 +55,8 @@ class GlooState : public Work::State {
       with_peers([&] { work_->wait(time); });
     } catch (const c10::Error&) {
       if (!work_->isCompleted()) return false;
-      throw;
+      // It may have ended just after the time was over: what it says of itself counts.
+      wait();
     }
     return true;
   }
@@ -72,34 +80,99 @@ class GlooState : public Work::State {
   Nanoseconds start_;
 };
 
+// Ends waits for messages when their time is over: a timeout of Gloo's own closes all connections of its group.
+class WaitLimits {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+
+  ~WaitLimits() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
+    if (thread_.joinable()) thread_.join();
+  }
+
+  // Whether `work` has ended by `end`. Gloo throws where that takes longer than `longest`.
+  bool wait(const c10::intrusive_ptr<c10d::Work>& work, Time end, std::chrono::milliseconds longest) {
+    while (true) {
+      const auto waiting = add(work, end);
+      const auto remove = c10::make_scope_exit([&] {
+        const std::lock_guard lock(mutex_);
+        waiting_.erase(waiting);
+      });
+      // It may have been ended in the place of an earlier one.
+      if (work->wait(longest)) return true;
+      if (std::chrono::steady_clock::now() >= end) return false;
+    }
+  }
+
+ private:
+  using Waiting = std::multimap<Time, c10::intrusive_ptr<c10d::Work>>;
+
+  Waiting::iterator add(const c10::intrusive_ptr<c10d::Work>& work, Time end) {
+    const std::lock_guard lock(mutex_);
+    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+    const auto added = waiting_.emplace(end, work);
+    if (end < next_) changed_.notify_all();
+    return added;
+  }
+
+  // A wait that has yet to begin when its time is over ends at once.
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (!stopping_) {
+      const auto first_left = waiting_.upper_bound(std::chrono::steady_clock::now());
+      for (auto over = waiting_.begin(); over != first_left; ++over) over->second->abort();
+      next_ = first_left == waiting_.end() ? Time::max() : first_left->first;
+      if (next_ == Time::max())
+        changed_.wait(lock);
+      else
+        changed_.wait_until(lock, next_);
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Waiting waiting_;
+  Time next_ = Time::max();
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
 // Messages that are all posted before any is waited for. Gloo's point-to-point works have no future, so their end is known
 // when they are waited for.
 class BatchState : public Work::State {
  public:
-  explicit BatchState(std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> tensors)
-      : works_(std::move(works)), tensors_(std::move(tensors)), start_(now_ns()) {}
+  BatchState(std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> tensors,
+             std::chrono::milliseconds limit, std::shared_ptr<WaitLimits> limits)
+      : works_(std::move(works)),
+        tensors_(std::move(tensors)),
+        limit_(limit),
+        limits_(std::move(limits)),
+        start_(now_ns()) {}
 
   void wait() override {
+    while (!wait_for(limit_)) {
+    }
+  }
+
+  bool wait_for(std::chrono::milliseconds time) override {
+    if (time.count() <= 0) return done();
     std::function<void(Nanoseconds, Nanoseconds)> callback;
     {
       const std::lock_guard lock(mutex_);
-      with_peers([&] {
-        for (auto& work : works_) work->wait();
-      });
-      works_.clear();
+      if (!with_peers([&] { return all_ended_within(time); })) return false;
       *ended_ = true;
       if (end_ == 0) end_ = now_ns();
       callback = std::exchange(callback_, nullptr);
     }
     if (callback) callback(start_, end_);
-  }
-
-  bool done() override {
-    const std::lock_guard lock(mutex_);
-    for (auto& work : works_)
-      if (!work->isCompleted()) return false;
     return true;
   }
+
+  bool done() override { return *ended_; }
 
   std::function<bool()> ending() override {
     return [ended = ended_] { return ended->load(); };
@@ -117,9 +190,24 @@ class BatchState : public Work::State {
   }
 
  private:
+  // Throws where a connection is gone, and where it has been waited for as long as the group allows.
+  bool all_ended_within(std::chrono::milliseconds time) {
+    const auto now = std::chrono::steady_clock::now();
+    if (!longest_) longest_ = now + limit_;
+    for (; !works_.empty(); works_.erase(works_.begin())) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(*longest_ - std::chrono::steady_clock::now());
+      // c10d takes zero for no limit.
+      if (!limits_->wait(works_.front(), now + time, std::max(left, std::chrono::milliseconds(1)))) return false;
+    }
+    return true;
+  }
+
   std::mutex mutex_;
-  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;  // those that have not ended
   std::vector<at::Tensor> tensors_;
+  std::chrono::milliseconds limit_;
+  std::shared_ptr<WaitLimits> limits_;
+  std::optional<WaitLimits::Time> longest_;  // from the first wait on
   Nanoseconds start_, end_ = 0;
   std::shared_ptr<std::atomic<bool>> ended_ = std::make_shared<std::atomic<bool>>(false);
   std::function<void(Nanoseconds, Nanoseconds)> callback_;
@@ -145,7 +233,8 @@ class GlooBackend final : public C10dBackend {
                                                         : backend().recv(one, message.peer, 0));
       tensors.push_back(message.tensor);
     }
-    return Work(std::make_shared<BatchState>(std::move(works), std::move(tensors)));
+    return Work(
+        std::make_shared<BatchState>(std::move(works), std::move(tensors), backend().getBackendOptions()->timeout, limits_));
   }
 
   Work over(EmulatedLink& link, double seconds, Work work) override { return end_with_turn(link, seconds, std::move(work)); }
@@ -159,6 +248,7 @@ class GlooBackend final : public C10dBackend {
 
  private:
   GlooExchange exchange_{backend()};
+  std::shared_ptr<WaitLimits> limits_ = std::make_shared<WaitLimits>();
 };
 
 // Until all ranks are connected to all: one that ends at once would close connections that others are still waiting for.
@@ -226,6 +316,10 @@ std::string listening_address(const std::string& given) {
 
 std::shared_ptr<Backend> make_gloo_backend(c10::intrusive_ptr<c10d::Store> store, const CommunicatorOptions& options) {
   switch_flight_recorder_off();
+  // Gloo finds out in the middle of connecting, and its words name no limit.
+  constexpr long own = 16;  // its listener, its loop, and what others open meanwhile
+  require_open_files(open_files() + options.size + own,
+                     fmt::format("the connections of one rank to {} others (Gloo)", options.size - 1));
   auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
   gloo->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(listening_address(options.address)));
   return with_peers([&] {

@@ -10,6 +10,7 @@
 #include <fmt/ranges.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/comm/communicators.h"
 #include "bonfire/comm/group_state.h"
 
 namespace bonfire {
@@ -434,6 +435,31 @@ double Group::max(double value) const {
   auto tensor = at::full({1}, value, at::TensorOptions().dtype(at::kDouble).device(state_->device));
   all_reduce(tensor, Reduce::max).wait();
   return tensor.item<double>();
+}
+
+Group Group::neighbours(int ranks) const {
+  if (ranks < 1 || size() % ranks != 0) {
+    std::vector<int> allowed;
+    for (int divisor = 1; divisor <= size(); ++divisor)
+      if (size() % divisor == 0) allowed.push_back(divisor);
+    fail_config("groups of {} ranks along the {} axis of {}: allowed are its divisors {}", ranks, name(), size(),
+                fmt::join(allowed, ", "));
+  }
+  const auto maker = state_->maker.lock();
+  if (!maker) {
+    require(size() == 1, "groups of some ranks of '{}' after its World has gone", name());
+    return *this;
+  }
+  const auto first = world_ranks().begin() + rank() / ranks * ranks;
+  const Group made = maker->group({.axis = axis(),
+                                   .name = fmt::format("{} groups of {}", name_of(axis()), ranks),
+                                   .members = {first, first + ranks},
+                                   .part = state_->part});
+  return state_->link ? made.over(state_->link) : made;
+}
+
+bool Group::all_failed_alike(const std::string& words, std::int64_t place, std::chrono::milliseconds patience) const {
+  return !state_->alarm || state_->alarm->raise(words, place, patience);
 }
 
 Group Group::over(const Link& link) const { return over(std::make_shared<EmulatedLink>(link)); }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -63,6 +64,16 @@ class BONFIRE_API Group {
   // Small conveniences over the above, blocking.
   double sum(double value) const;
   double max(double value) const;
+
+  // The `ranks` consecutive members to which this rank belongs, over a communicator of their own. Collective for each size,
+  // the first time. Throws ConfigError where `ranks` does not divide the size. REQUIRES: the World lives.
+  [[nodiscard]] Group neighbours(int ranks) const;
+
+  // This rank failed between collectives, and says why: others hear it where they wait for this one. True: all ranks of the
+  // World, or of the part of it that this group was made for, failed at the same `place`, a number that says what they have
+  // issued, so that they may go on. Otherwise their groups throw from now on. Waits for the others, no longer than
+  // `patience`.
+  bool all_failed_alike(const std::string& words, std::int64_t place, std::chrono::milliseconds patience) const;
 
   // The same group behind a link of this kind: its collectives complete when such a link would have completed them. They
   // queue on the link one after the other, as on a real one. Affects this handle and its copies.

@@ -18,6 +18,8 @@
 
 namespace bonfire {
 
+class Communicators;
+
 // What all copies of a Group handle share.
 struct Group::State {
   Axis axis = Axis::world;
@@ -31,7 +33,9 @@ struct Group::State {
   std::shared_ptr<FingerprintBoard> fingerprints;  // null: no debug mode
   std::shared_ptr<ProgressBoard> progress;         // null in a group of one
   ProgressBoard::Lane* lane = nullptr;             // of `progress`
-  std::shared_ptr<Alarm> alarm;                    // null in a group of one
+  std::shared_ptr<Alarm> alarm;                    // null in a group that no World has made
+  std::weak_ptr<Communicators> maker;              // of it and of groups of some of its ranks
+  std::vector<int> part;                           // see GroupSpec
   // Collectives are counted alike by all members; messages are not, so they have a count of their own. From 1.
   struct Counts {
     std::atomic<std::int64_t> collectives = 0;

@@ -63,7 +63,9 @@ void Guardian::start() {
 }
 
 Guardian::~Guardian() {
-  pipe_.close();
+  // What it would do, done here: somebody may have stopped it, and then it would be waited for without end.
+  for (const pid_t group : groups_) kill(-group, SIGKILL);
+  kill(pid_, SIGKILL);
   waitpid(pid_, nullptr, 0);
 }
 

@@ -1,32 +1,40 @@
 #pragma once
 
 #include <map>
-#include <optional>
 #include <string>
 
+#include "bonfire/base/api.h"
 #include "bonfire/base/log.h"
-#include "bonfire/comm/store_client.h"
+#include "bonfire/comm/store_errands.h"
 
 namespace bonfire {
 
-// Where a launcher says which of its ranks do not run because somebody holds them, so that no watchdog calls them lost.
-// Its keys are those of held_key (stall.h).
-class HeldRanks {
+// Where a launcher says which of its ranks do not run because somebody holds them, so that no watchdog calls them lost, nor
+// those late who have waited for them. Its keys are those of stall.h. Nobody waits for the store.
+class BONFIRE_API HeldRanks {
  public:
   struct Options {
     StoreClientOptions store;
     int attempt = 0;
     Log log{};
   };
-  explicit HeldRanks(Options options) : options_(std::move(options)) {}
+  explicit HeldRanks(Options options);
 
-  // `holder`: "a debugger (process 123)"; empty: nobody. Asks the store only where that is news.
+  // `holder`: "a debugger (process 123)"; empty: nobody. The store is told where that is news, as often as it takes.
   void hold(int rank, const std::string& holder);
+  // Waits until the store knows; false at the limit.
+  bool told(std::chrono::milliseconds most) { return errands_.done(most); }
 
  private:
+  struct Hold {
+    int number = 0;  // of the times that it was held
+    std::string holder = {};
+  };
+
   Options options_;
-  std::map<int, std::string> held_;
-  std::optional<StoreClient> client_;
+  std::map<int, Hold> held_;
+  bool warned_ = false;  // on the errands' thread
+  StoreErrands errands_;
 };
 
 }  // namespace bonfire

@@ -47,6 +47,11 @@ std::string read_key(const std::filesystem::path& file) {
   struct stat state {};
   if (fstat(opened.fd(), &state) != 0 || !S_ISREG(state.st_mode))
     fail_config("'{}' is no file that could hold a key: remove it, or set BONFIRE_TOKEN", file.string());
+  if (state.st_uid != geteuid())
+    fail_config(
+        "'{}' belongs to user {}, who may read the key, and this process runs as user {}: remove it, or set "
+        "BONFIRE_TOKEN",
+        file.string(), state.st_uid, geteuid());
   if ((state.st_mode & 077) != 0)
     fail_config(
         "'{}' has mode {:04o}, so that others may read or write the key: at most 0600 is allowed; run chmod 600 on it, "
@@ -67,7 +72,8 @@ std::string job_token(const Variables& variables, const std::string& job) {
   if (given != variables.end() && !given->second.empty()) return given->second;
   const std::filesystem::path file = key_file(variables);
   std::error_code error;
-  std::filesystem::create_directories(file.parent_path(), error);
+  std::filesystem::create_directories(file.parent_path().parent_path(), error);
+  mkdir(file.parent_path().c_str(), 0700);
   if (!std::filesystem::exists(file, error)) make_key(file);
   // The ranks of a job get what belongs to the job, from which nobody can tell the key.
   return hex(hmac_sha256(read_key(file), "bonfire job " + job));

@@ -20,6 +20,8 @@
 #include "bonfire/comm/launcher.h"
 #include "bonfire/comm/progress.h"
 #include "bonfire/comm/rendezvous.h"
+#include "bonfire/comm/stall.h"
+#include "bonfire/comm/stop_signals.h"
 #include "bonfire/comm/token_store.h"
 
 namespace bonfire {
@@ -85,13 +87,26 @@ StorePtr store_of(const Environment& place, const JoinOptions& options) {
   const std::string token = job_token(options.variables, place.run_id.empty() ? to_string(server) : place.run_id);
   if (!on_one_machine(place)) server.host = address_for_others(server.host, place.node == 0 ? own_address(options) : "");
   std::shared_ptr<StoreServer> host;
-  if (place.rank == 0)
-    host = std::make_shared<StoreServer>(
-        StoreServerOptions{.listen = server, .token = token, .drain = 30s, .log = options.world.log});
+  if (place.rank == 0) {
+    require_open_files(other_files + store_files(place.size), fmt::format("{} ranks, which meet at rank 0,", place.size));
+    host = std::make_shared<StoreServer>(StoreServerOptions{.listen = server,
+                                                            .token = token,
+                                                            .drain = 30s,
+                                                            .silence = StallLimits::from(options.variables).silence(),
+                                                            .log = options.world.log});
+  }
   try {
     return token_store(server, token, timeout, std::move(host));
   } catch (const Error& error) {
     fail("missing rank 0, which listens at {}: {}", to_string(server), error.what());
+  }
+}
+
+void call_off(c10d::Store& store) {
+  try {
+    call_off_check_in(store);
+  } catch (const std::exception&) {
+    // The store is gone, and the run with it: others say so.
   }
 }
 
@@ -118,14 +133,16 @@ FailureNote note_of(const std::exception& error) {
 struct Reports {
   std::string error_file;    // empty: nobody
   bool to_launcher = false;  // ours, which says it once for all ranks
+  std::function<void()> first = {};
 };
 
-Reports reports_to(const Variables& variables, const std::string& error_file) {
-  return {error_file, !error_file.empty() && !variable(variables, "BONFIRE_LAUNCHER").empty()};
+Reports reports_to(const JoinOptions& options, const std::string& error_file) {
+  return {error_file, !error_file.empty() && !variable(options.variables, "BONFIRE_LAUNCHER").empty(), options.on_failure};
 }
 
 [[noreturn]] void leave(const Reports& reports, FailureNote note) {
   note.at = now_ns();
+  if (reports.first) reports.first();
   const bool told = !reports.error_file.empty() && write_failure_note(reports.error_file, note);
   std::fflush(stdout);
   if (!told || !reports.to_launcher) std::fprintf(stderr, "bonfire: %s\n", note.message.c_str());
@@ -174,12 +191,15 @@ c10::Device local_device(const Environment& place, const Log& log) {
 
 World world_from_store(StorePtr store, const Environment& place, JoinOptions options) {
   StorePtr own = c10::make_intrusive<c10d::PrefixStore>(fmt::format("attempt {}", place.restarts), std::move(store));
-  if (place.size > 1)
+  if (place.size > 1) {
+    if (options.stop) options.stop->answer_with([store = own->clone()] { call_off(*store); });
     check_in(*own, {.rank = place.rank,
                     .size = place.size,
                     .configuration = options.configuration,
                     .timeout = rendezvous_timeout(options),
                     .log = options.world.log});
+  }
+  if (options.stop) options.stop->answer_with({});
   WorldOptions world = options.world;
   world.local_rank = place.local_rank;
   world.local_size = place.local_size;
@@ -226,10 +246,10 @@ World world_from_invitation(const std::string& invitation, const Environment& pl
 }
 
 int run_rank(JoinOptions options, const std::function<int(World&)>& program) {
-  Reports reports = reports_to(options.variables, variable(options.variables, "BONFIRE_ERROR_FILE"));
+  Reports reports = reports_to(options, variable(options.variables, "BONFIRE_ERROR_FILE"));
   try {
     const Environment place = resolve_environment(options.variables);
-    reports = reports_to(options.variables, place.error_file);
+    reports = reports_to(options, place.error_file);
     // Whoever reads a pipe gets lines as they are printed, as a terminal does.
     std::setvbuf(stdout, nullptr, _IOLBF, 0);
     raise_open_files();
@@ -253,6 +273,8 @@ int run_rank(JoinOptions options, const std::function<int(World&)>& program) {
     } catch (...) {
       leave(reports, {.message = "an exception that is no std::exception"});
     }
+  } catch (const StoppedOnRequest&) {
+    return 3;
   } catch (const std::exception& error) {
     leave(reports, note_of(error));
   }

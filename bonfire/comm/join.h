@@ -13,6 +13,8 @@
 
 namespace bonfire {
 
+class StopSignals;
+
 // How a process becomes a rank. None of the functions below owns main, the signals or the logger.
 struct JoinOptions {
   // Device, timeout, debug, log. The place (local rank, node, address) is filled in.
@@ -24,6 +26,11 @@ struct JoinOptions {
   std::chrono::milliseconds rendezvous_timeout = std::chrono::minutes(5);  // BONFIRE_RENDEZVOUS_TIMEOUT (seconds) wins
   // What happens when the watchdog finds that the run stands still. Without it: a line in the log.
   std::function<void(const std::string&)> on_stall = {};
+  // Who hears requests to stop. One that comes before all ranks are there ends them all (run_rank then returns 3); a later
+  // one is kept for the program.
+  StopSignals* stop = nullptr;
+  // Called by run_rank before it ends the process because the run has failed, on any thread.
+  std::function<void()> on_failure = {};
   Variables variables = process_variables();
 };
 
@@ -60,8 +67,8 @@ BONFIRE_API World world_from_invitation(const std::string& invitation, const Env
                                         MeetingPlace* host = nullptr);
 
 // Runs one rank from beginning to end: joins, calls `program`, and turns what goes wrong into words on stderr, a note for
-// the launcher, and an exit code (1, or 2 for a ConfigError). Where the run has failed, it ends the process: other ranks may
-// be gone, and connections to them would be waited for.
+// the launcher, and an exit code (1, or 2 for a ConfigError; 3 where JoinOptions::stop was asked before all had joined).
+// Where the run has failed, it ends the process: other ranks may be gone, and connections to them would be waited for.
 BONFIRE_API int run_rank(JoinOptions options, const std::function<int(World&)>& program);
 
 }  // namespace bonfire

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -32,11 +33,19 @@ struct LauncherOptions {
   Echo echo = Echo::all;
   // How long ranks that must end (another one failed) have between SIGTERM and SIGKILL.
   std::chrono::milliseconds grace = std::chrono::seconds(5);
-  // How long ranks have that were asked to end by a signal to the launcher, which may save first.
-  std::chrono::milliseconds stop_grace = std::chrono::seconds(60);
-  // How long the last words wait for somebody who does not read them (a pager, a halted terminal).
-  std::chrono::milliseconds reader_patience = std::chrono::seconds(30);
+  // How long ranks have that were asked to end by a signal to the launcher, which may save first. Not set: what the variable
+  // BONFIRE_STOP_TIMEOUT says (seconds), or 60 s.
+  std::optional<std::chrono::milliseconds> stop_grace = {};
+  // How long the last words wait for somebody who does not read them (a pager, a halted terminal). Not set:
+  // BONFIRE_READER_TIMEOUT, or 30 s.
+  std::optional<std::chrono::milliseconds> reader_patience = {};
   Variables variables = {};  // for the ranks, beyond this process's own
+  // The program begins by taking requests to stop (StopSignals): its ranks are started with those signals blocked, so that
+  // none kills a rank before it does.
+  bool ranks_take_signals = false;
+  // Called when requests to stop are the launcher's to hear, and before anything is made or started: for callers who have to
+  // make something, such as the log folder, that nobody would know of where a signal ended the process.
+  std::function<void(LauncherOptions&)> prepare = {};
   Log log{};
 };
 
@@ -48,6 +57,10 @@ struct LaunchOutcome {
   int stdout_error = 0;
   std::filesystem::path log_folder;
 };
+
+// Throws the ConfigError that launch_ranks would throw for options that cannot be right, or for more ranks than this
+// process may have files for: for callers who make something first.
+BONFIRE_API void check_launch(const LauncherOptions& options);
 
 // Starts the ranks of this node and stays until all have ended. The first failure is reported, the others are ended, and
 // all are started again up to `max_restarts` times. No rank outlives the launcher, even where that is killed. SIGINT,

@@ -1,5 +1,7 @@
 #include "bonfire/comm/mesh.h"
 
+#include <algorithm>
+
 #include <fmt/ranges.h>
 
 #include "bonfire/base/error.h"
@@ -36,19 +38,23 @@ Mesh Mesh::over(Axis axis, const Link& link) const {
   return Mesh(std::move(state));
 }
 
-Group Mesh::shard_subgroup(int ranks) const {
-  const Group& shard = group(Axis::shard);
-  if (ranks < 1 || shard.size() % ranks != 0) {
-    std::vector<int> allowed;
-    for (int divisor = 1; divisor <= shard.size(); ++divisor)
-      if (shard.size() % divisor == 0) allowed.push_back(divisor);
-    fail_config("groups of {} ranks along the shard axis of {}: allowed are its divisors {}", ranks, shard.size(),
-                fmt::join(allowed, ", "));
-  }
-  const auto first = shard.world_ranks().begin() + shard.rank() / ranks * ranks;
-  const Group made = state_->communicators->group(
-      {.axis = Axis::shard, .name = fmt::format("shard groups of {}", ranks), .members = {first, first + ranks}});
-  const auto& link = shard.state().link;
+Group Mesh::with_context(Axis axis) const {
+  require(axis == Axis::replicate || axis == Axis::data, "axis {} with that of context; allowed: replicate | data",
+          name_of(axis));
+  const Group& along = group(axis);
+  if (shape().context == 1) return along;
+  std::vector<Axis> axes{Axis::replicate, Axis::context};
+  if (axis == Axis::data) axes.push_back(Axis::shard);
+  // Places are numbered among the ranks of the mesh, in the order in which these were given.
+  const auto& ranks = group(Axis::world).world_ranks();
+  std::vector<int> members;
+  for (const int place : ranks_along(shape(), axes, group(Axis::world).rank()))
+    members.push_back(ranks[static_cast<std::size_t>(place)]);
+  const Group made = state_->communicators->group({.axis = axis,
+                                                   .name = fmt::format("{} x context", name_of(axis)),
+                                                   .members = std::move(members),
+                                                   .part = state_->part});
+  const auto& link = along.state().link;
   return link ? made.over(link) : made;
 }
 
@@ -59,22 +65,22 @@ Group Mesh::pipeline_subgroup(const std::vector<int>& places, const std::string&
     require(place >= 0 && place < pipeline.size(), "{}: place {} of a pipeline of {} ranks", name, place, pipeline.size());
     members.push_back(pipeline.world_ranks()[static_cast<std::size_t>(place)]);
   }
-  const Group made = state_->communicators->group({.axis = Axis::pipeline, .name = name, .members = std::move(members)});
+  const Group made = state_->communicators->group(
+      {.axis = Axis::pipeline, .name = name, .members = std::move(members), .part = state_->part});
   const auto& link = pipeline.state().link;
   return link ? made.over(link) : made;
 }
 
-bool Mesh::all_failed_alike(const std::string& words, std::int64_t place, std::chrono::milliseconds patience) const {
-  return state_->communicators->alarm().raise(words, place, patience);
+std::vector<int> ranks_along(const MeshShape& shape, Axis axis, int rank) {
+  if (axis == Axis::data) return ranks_along(shape, std::vector{Axis::replicate, Axis::shard}, rank);
+  if (axis != Axis::world) return ranks_along(shape, std::vector{axis}, rank);
+  return ranks_along(shape, std::vector{Axis::pipeline, Axis::replicate, Axis::shard, Axis::context, Axis::tensor}, rank);
 }
 
-std::vector<int> ranks_along(const MeshShape& shape, Axis axis, int rank) {
+std::vector<int> ranks_along(const MeshShape& shape, const std::vector<Axis>& along, int rank) {
   // The coordinates of `rank`, slowest axis first, and the step between neighbours along each axis.
   constexpr std::array axes{Axis::pipeline, Axis::replicate, Axis::shard, Axis::context, Axis::tensor};
-  const auto belongs = [axis](Axis other) {
-    return axis == Axis::world || axis == other ||
-           (axis == Axis::data && (other == Axis::replicate || other == Axis::shard));
-  };
+  const auto belongs = [&along](Axis axis) { return std::find(along.begin(), along.end(), axis) != along.end(); };
   std::vector<int> members{0};
   int step = 1, base = 0;
   for (auto at = axes.rbegin(); at != axes.rend(); ++at) {

@@ -18,9 +18,12 @@ struct Mesh::State {
   std::array<Group, axis_count> groups;
   Group gathers;
   std::shared_ptr<Communicators> communicators;
+  std::vector<int> part;  // its ranks, where these are not all of the World's
 };
 
-// World ranks that differ from `rank` along `axis` only, in order. `data` and `world` span several axes.
+// Places of a mesh that differ from place `rank` along `axis` only, in order. `data` and `world` span several axes.
 BONFIRE_API std::vector<int> ranks_along(const MeshShape& shape, Axis axis, int rank);
+// The same along several axes, none of which spans others.
+BONFIRE_API std::vector<int> ranks_along(const MeshShape& shape, const std::vector<Axis>& along, int rank);
 
 }  // namespace bonfire

@@ -3,6 +3,8 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <cstring>
+
 #include "bonfire/base/system_error.h"
 
 namespace bonfire {
@@ -16,18 +18,32 @@ RankOutput::RankOutput(Options options, Terminal& terminal)
   require_system(file_.fd() >= 0, "cannot write the output of a rank to '{}'", options_.file);
 }
 
-void RankOutput::to_file(std::string_view text) {
+// False, with the reason in errno: not all of it could be written.
+bool RankOutput::write_line(std::string_view text) {
   const std::string line = fmt::format("{}\n", text);
   std::string_view left = line;
-  while (file_ && !left.empty()) {
+  while (!left.empty()) {
     const ssize_t written = write(file_.fd(), left.data(), left.size());
-    if (written >= 0) {
+    if (written >= 0)
       left.remove_prefix(static_cast<std::size_t>(written));
-    } else if (errno != EINTR) {
-      options_.log.warning("'{}' cannot be written: {}; what follows is not in it", options_.file, std::strerror(errno));
-      file_.close();
+    else if (errno != EINTR)
+      return false;
+  }
+  return true;
+}
+
+void RankOutput::to_file(std::string_view text) {
+  if (missing_ > 0) {
+    // What stands before it may be half a line.
+    if (write_line(fmt::format("\nbonfire: {} lines of the rank are missing here, which could not be written", missing_))) {
+      options_.log.info("'{}' can be written again; {} lines are missing in it", options_.file, missing_);
+      missing_ = 0;
     }
   }
+  if (missing_ == 0 && write_line(text)) return;
+  const int reason = errno;
+  if (missing_++ == 0)
+    options_.log.warning("'{}' cannot be written: {}; what follows is missing in it", options_.file, std::strerror(reason));
 }
 
 void RankOutput::line(std::string_view text, Stream stream) {
@@ -90,6 +106,8 @@ void RankOutput::finish() {
   if (!unfinished_err_.empty()) line(unfinished_err_, Stream::err);
   unfinished_out_.clear();
   unfinished_err_.clear();
+  if (missing_ > 0) options_.log.warning("'{}': the last {} lines are missing in it", options_.file, missing_);
+  missing_ = 0;
 }
 
 }  // namespace bonfire

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <string>
 #include <string_view>
@@ -11,7 +12,8 @@
 
 namespace bonfire {
 
-// Where a rank's output goes: whole lines to its file, and the same, prefixed, to the terminal.
+// Where a rank's output goes: whole lines to its file, and the same, prefixed, to the terminal. Where the file cannot be
+// written, a warning says so, and what comes after that is written again where it can, below a line about what is missing.
 class RankOutput {
  public:
   struct Options {
@@ -28,7 +30,7 @@ class RankOutput {
   // Takes what is there now, but not more than fits into a pipe several times: a rank that never stops writing keeps nobody
   // from hearing others. A pipe whose other end is closed is closed.
   void take(Socket& out, Socket& err);
-  // What came without a newline at the end.
+  // The rank has ended: what it left without a newline is its last line.
   void finish();
   // For the file alone.
   void note(std::string_view text);
@@ -41,10 +43,12 @@ class RankOutput {
   void line(std::string_view text, Terminal::Stream stream);
   void transient(std::string_view text, Terminal::Stream stream);
   void to_file(std::string_view text);
+  bool write_line(std::string_view text);
 
   Options options_;
   Terminal* terminal_;
   Socket file_;
+  std::int64_t missing_ = 0;  // lines that could not be written since the last one that could
   std::string unfinished_out_, unfinished_err_;
   std::deque<std::string> last_lines_;
 };

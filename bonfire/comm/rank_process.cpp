@@ -10,6 +10,7 @@
 
 #include "bonfire/base/system_error.h"
 #include "bonfire/comm/signal_events.h"
+#include "bonfire/comm/stop_signals.h"
 
 namespace bonfire {
 namespace {
@@ -38,6 +39,7 @@ struct Birth {
   char* const* argv;
   char* const* environment;
   const sigset_t* ignored;
+  const sigset_t* blocked;
 };
 
 // Only calls that are safe between fork and exec, for the launcher may have threads.
@@ -47,9 +49,7 @@ struct Birth {
   // The launcher may have died before the line above took effect.
   if (getppid() != birth.launcher) _exit(127);
   for (int signal = 1; signal < 32; ++signal) ::signal(signal, sigismember(birth.ignored, signal) ? SIG_IGN : SIG_DFL);
-  sigset_t none;
-  sigemptyset(&none);
-  sigprocmask(SIG_SETMASK, &none, nullptr);
+  sigprocmask(SIG_SETMASK, birth.blocked, nullptr);
   dup2(birth.null, STDIN_FILENO);
   dup2(birth.out, STDOUT_FILENO);
   dup2(birth.err, STDERR_FILENO);
@@ -79,8 +79,11 @@ RankProcess start_rank(int rank, const RankProgram& program) {
   for (const auto& [name, value] : program.variables) environment.push_back(name + "=" + value);
   const std::vector<char*> argv = pointers(arguments), envp = pointers(environment);
 
+  sigset_t blocked;
+  sigemptyset(&blocked);
+  if (program.takes_signals) blocked = stop_requests();
   process.pid = fork_rank({getpid(), out.write.fd(), err.write.fd(), null.fd(), complaint.write.fd(), argv.data(),
-                           envp.data(), &program.ignored});
+                           envp.data(), &program.ignored, &blocked});
   require_system(process.pid >= 0, "cannot start rank {}", rank);
   setpgid(process.pid, process.pid);  // both sides do: whoever comes first
 

@@ -24,6 +24,7 @@ struct RankProgram {
   const std::vector<std::string>& words;  // found along PATH
   const Variables& variables;             // these and no others
   const sigset_t& ignored;                // signals that it starts with as ignored
+  bool takes_signals = false;             // it starts with requests to stop blocked, and unblocks them when it can answer
 };
 
 // Throws ConfigError where it cannot be run.

@@ -27,6 +27,7 @@ constexpr const char* kVerdict = "check-in/verdict";
 constexpr const char* kCallers = "check-in/callers";  // who would say that rank 0 is missing
 constexpr const char* kAgreed = "agreed";
 constexpr const char* kDiffer = "ranks differ in their ";
+constexpr const char* kCalledOff = "the run was asked to stop before all ranks were there";
 
 std::string key_of(int rank) { return fmt::format("check-in/rank/{}", rank); }
 
@@ -67,6 +68,7 @@ class Meeting {
     }
     const std::string verdict = store_.get_to_str(kVerdict);
     if (verdict == kAgreed) return;
+    if (verdict == kCalledOff) throw StoppedOnRequest(verdict);
     // Nothing has started yet, and starting again would not help.
     if (verdict.starts_with(kDiffer)) fail_config("{}", verdict);
     fail("{}", verdict);
@@ -159,6 +161,11 @@ void check_in(c10d::Store& store, const CheckIn& self) {
   Meeting meeting(store, self);
   meeting.arrive();
   meeting.wait();
+}
+
+void call_off_check_in(c10d::Store& store) {
+  store.compareSet(kVerdict, "", kCalledOff);
+  store.set(kGathered, kAgreed);
 }
 
 void check_out(c10d::Store& store, int size) {

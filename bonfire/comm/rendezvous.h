@@ -4,6 +4,7 @@
 #include <string>
 
 #include "bonfire/base/api.h"
+#include "bonfire/base/error.h"
 #include "bonfire/base/log.h"
 
 namespace c10d {
@@ -29,6 +30,16 @@ struct CheckIn {
 // the timeout (and says which), two have one number (and names both), or they differ in size, version or configuration (and
 // names both values). REQUIRES: keys under "check-in/" of the store are not used by anybody else.
 BONFIRE_API void check_in(c10d::Store& store, const CheckIn& self);
+
+// Somebody asked the run to stop before all ranks were there.
+class BONFIRE_API StoppedOnRequest : public Error {
+ public:
+  using Error::Error;
+};
+
+// Ends the meeting in check_in(), on all ranks, with StoppedOnRequest, unless all have agreed before. From any thread, and
+// over a store of its own, for some stores have no time for others while one waits.
+BONFIRE_API void call_off_check_in(c10d::Store& store);
 
 // Collective: returns when all `size` ranks have called it, so that none takes its connections down while another still
 // needs them. It waits without end: a watchdog says who is missing.

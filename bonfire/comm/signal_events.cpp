@@ -72,6 +72,8 @@ int SignalEvents::next() const {
   return read(read_.fd(), &signal, 1) == 1 ? signal : 0;
 }
 
+void SignalEvents::put_back(int signal) const { note(signal); }
+
 void SignalEvents::stop_here() const {
   // The kernel's own way, which does not stop a process that nobody could continue.
   const struct sigaction usual = action_of(SIG_DFL), ours = action_of(note);

@@ -6,6 +6,8 @@
 
 namespace bonfire {
 
+inline bool is_stop_request(int signal) { return signal == SIGINT || signal == SIGTERM || signal == SIGHUP; }
+
 // While it lives, requests of the system and of people (SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGTSTP, SIGCONT) are events of a
 // poll loop. They come by handlers, so it does not matter which thread of the process the kernel gives a signal to. What was
 // ignored when the process was started, as SIGHUP is under nohup, stays ignored. A reader of this process's output that goes
@@ -21,6 +23,8 @@ class SignalEvents {
   int fd() const { return read_.fd(); }
   // The next one that has come; 0: none.
   int next() const;
+  // It comes again: for one that only those who follow can answer.
+  void put_back(int signal) const;
   // The signals that this process was started with as ignored, other than SIGCHLD: what it starts gets them so, too.
   const sigset_t& ignored() const { return ignored_; }
   // Stops this process as SIGTSTP does; returns when it goes on.

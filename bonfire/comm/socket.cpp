@@ -15,7 +15,6 @@
 #include <cstring>
 #include <memory>
 #include <optional>
-#include <thread>
 #include <vector>
 
 #include <fmt/ranges.h>
@@ -47,6 +46,12 @@ std::string numeric(const sockaddr* address, socklen_t length) {
   return host;
 }
 
+Endpoint endpoint_at(const sockaddr_storage& address, socklen_t length) {
+  const in_port_t port = address.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&address)->sin6_port
+                                                       : reinterpret_cast<const sockaddr_in*>(&address)->sin_port;
+  return {numeric(reinterpret_cast<const sockaddr*>(&address), length), ntohs(port)};
+}
+
 bool is_loopback(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
 
 bool is_numeric(const std::string& host) {
@@ -60,13 +65,16 @@ int milliseconds_until(Deadline deadline) {
   return static_cast<int>(std::clamp<long long>(left, 0, 1 << 30));
 }
 
-// False at the deadline.
-bool wait_for(const Socket& socket, short events, Deadline deadline) {
+// False at the deadline, for which it waits where there is no descriptor (-1).
+bool wait_for(int fd, short events, const Patience& patience) {
   while (true) {
-    pollfd entry{socket.fd(), events, 0};
-    const int ready = poll(&entry, 1, milliseconds_until(deadline));
-    if (ready > 0) return true;
-    if (ready == 0 && std::chrono::steady_clock::now() >= deadline) return false;
+    pollfd entries[] = {{fd, events, 0}, {patience.given_up, POLLIN, 0}};
+    const int ready = poll(entries, 2, milliseconds_until(patience.until));
+    if (ready > 0) {
+      require(entries[1].revents == 0, "nobody waits for it any more");
+      return true;
+    }
+    if (ready == 0 && std::chrono::steady_clock::now() >= patience.until) return false;
     if (ready < 0 && errno != EINTR) fail("cannot poll a socket: {}", std::strerror(errno));
   }
 }
@@ -93,7 +101,7 @@ std::vector<Interface> interfaces() {
   return found;
 }
 
-Socket try_connect(const addrinfo& address, Deadline deadline, std::string& reason) {
+Socket try_connect(const addrinfo& address, const Patience& patience, std::string& reason) {
   Socket socket(::socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, address.ai_protocol));
   if (!socket) {
     reason = std::strerror(errno);
@@ -103,7 +111,8 @@ Socket try_connect(const addrinfo& address, Deadline deadline, std::string& reas
     int error = errno;
     if (error == EINPROGRESS) {
       socklen_t length = sizeof error;
-      if (!wait_for(socket, POLLOUT, std::min(deadline, deadline_in(std::chrono::seconds(5)))))
+      const Deadline most = std::min(patience.until, deadline_in(std::chrono::seconds(5)));
+      if (!wait_for(socket.fd(), POLLOUT, {most, patience.given_up}))
         error = ETIMEDOUT;
       else
         getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &length);
@@ -154,6 +163,8 @@ void Socket::close() {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 }
 
+void rest(const Patience& patience) { wait_for(-1, 0, patience); }
+
 Socket listen_on(const Endpoint& endpoint) {
   std::string reason = "no address";
   const Addresses addresses = look_up(endpoint, SOCK_STREAM, reason);
@@ -178,38 +189,43 @@ Endpoint endpoint_of(const Socket& listener) {
   sockaddr_storage address{};
   socklen_t length = sizeof address;
   require_system(getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&address), &length) == 0, "a socket has no address");
-  const in_port_t port = address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
-                                                       : reinterpret_cast<sockaddr_in*>(&address)->sin_port;
-  return {numeric(reinterpret_cast<sockaddr*>(&address), length), ntohs(port)};
+  return endpoint_at(address, length);
 }
 
-Socket connect_to(const Endpoint& endpoint, Deadline deadline) {
+Endpoint peer_of(const Socket& connection) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof address;
+  if (getpeername(connection.fd(), reinterpret_cast<sockaddr*>(&address), &length) != 0) return {"?", 0};
+  return endpoint_at(address, length);
+}
+
+Socket connect_to(const Endpoint& endpoint, const Patience& patience) {
   auto pause = std::chrono::milliseconds(10);
   while (true) {
     std::string reason = "no address";
     const Addresses addresses = look_up(endpoint, SOCK_STREAM, reason);
     for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next)
-      if (Socket socket = try_connect(*address, deadline, reason)) return socket;
-    if (std::chrono::steady_clock::now() + pause >= deadline) fail("cannot connect to {}: {}", to_string(endpoint), reason);
-    std::this_thread::sleep_for(pause);
+      if (Socket socket = try_connect(*address, patience, reason)) return socket;
+    if (deadline_in(pause) >= patience.until) fail("cannot connect to {}: {}", to_string(endpoint), reason);
+    rest({deadline_in(pause), patience.given_up});
     pause = std::min(pause * 2, std::chrono::milliseconds(200));
   }
 }
 
-void send_all(const Socket& socket, std::string_view bytes, Deadline deadline) {
+void send_all(const Socket& socket, std::string_view bytes, const Patience& patience) {
   while (!bytes.empty()) {
     const ssize_t sent = send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
     if (sent > 0) {
       bytes.remove_prefix(static_cast<std::size_t>(sent));
     } else if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-      require(wait_for(socket, POLLOUT, deadline), "no answer in time");
+      require(wait_for(socket.fd(), POLLOUT, patience), "no answer in time");
     } else if (sent < 0 && errno != EINTR) {
       fail("connection lost: {}", std::strerror(errno));
     }
   }
 }
 
-void receive_all(const Socket& socket, std::span<char> bytes, Deadline deadline) {
+void receive_all(const Socket& socket, std::span<char> bytes, const Patience& patience) {
   while (!bytes.empty()) {
     const ssize_t got = recv(socket.fd(), bytes.data(), bytes.size(), 0);
     if (got > 0) {
@@ -217,7 +233,7 @@ void receive_all(const Socket& socket, std::span<char> bytes, Deadline deadline)
     } else if (got == 0) {
       fail("connection closed by the other side");
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      require(wait_for(socket, POLLIN, deadline), "no answer in time");
+      require(wait_for(socket.fd(), POLLIN, patience), "no answer in time");
     } else if (errno != EINTR) {
       fail("connection lost: {}", std::strerror(errno));
     }

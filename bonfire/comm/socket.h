@@ -39,15 +39,28 @@ class BONFIRE_API Socket {
   int fd_ = -1;
 };
 
+// How long a call may wait, and a descriptor that ends the wait before: once that is readable, the call fails.
+struct Patience {
+  Patience(Deadline time) : until(time) {}  // NOLINT: a deadline is a patience
+  Patience(Deadline time, int descriptor) : until(time), given_up(descriptor) {}
+  Deadline until;
+  int given_up = -1;  // none
+};
+
+// Waits until then. Throws Error where it is given up before.
+BONFIRE_API void rest(const Patience& patience);
+
 // Listens on that address and no other. Port 0: a free one. Throws Error that names the port where it is in use.
 BONFIRE_API Socket listen_on(const Endpoint& endpoint);
 BONFIRE_API Endpoint endpoint_of(const Socket& listener);
-// Tries until somebody listens there or the deadline has passed; then throws Error with the last reason.
-BONFIRE_API Socket connect_to(const Endpoint& endpoint, Deadline deadline);
+// Who is at the other end of a connection.
+BONFIRE_API Endpoint peer_of(const Socket& connection);
+// Tries until somebody listens there or its patience ends; then throws Error with the last reason.
+BONFIRE_API Socket connect_to(const Endpoint& endpoint, const Patience& patience);
 
-// All of it or Error: a peer that is gone, or the deadline.
-BONFIRE_API void send_all(const Socket& socket, std::string_view bytes, Deadline deadline);
-BONFIRE_API void receive_all(const Socket& socket, std::span<char> bytes, Deadline deadline);
+// All of it or Error: a peer that is gone, or no more patience.
+BONFIRE_API void send_all(const Socket& socket, std::string_view bytes, const Patience& patience);
+BONFIRE_API void receive_all(const Socket& socket, std::span<char> bytes, const Patience& patience);
 
 BONFIRE_API std::string host_name();
 // The numeric address of a network interface ("lo", "eth0"). Throws ConfigError that lists those that exist.

@@ -190,13 +190,16 @@ StallLimits StallLimits::from(const Variables& variables) {
 }
 
 std::string held_key(int rank) { return fmt::format("watchdog/held/{}", rank); }
+std::string hold_text(int number, const std::string& holder) { return fmt::format("{} {}", number, holder); }
+bool says_held(const std::string& text) { return !text.ends_with(' '); }
 
 std::optional<std::string> find_stall(const std::vector<Observed>& ranks, const StallLimits& limits) {
   const int size = static_cast<int>(ranks.size());
   std::vector<int> lost;
   for (int rank = 0; rank < size; ++rank) {
     const Observed& seen = ranks[static_cast<std::size_t>(rank)];
-    if (limits.silent > 0 && !seen.progress.finished && !seen.held && seen.silent > limits.silent) lost.push_back(rank);
+    if (limits.silent > 0 && !seen.progress.finished && std::min(seen.silent, seen.free) > limits.silent)
+      lost.push_back(rank);
   }
   const auto seen = [&](int rank) -> const Observed& { return ranks[static_cast<std::size_t>(rank)]; };
   if (!lost.empty())
@@ -208,14 +211,16 @@ std::optional<std::string> find_stall(const std::vector<Observed>& ranks, const 
            the_others(ranks, lost);
 
   if (limits.behind <= 0) return std::nullopt;
+  // Whoever was held, others may have waited for it, and others for them: their time begins when it was let go.
+  if (std::any_of(ranks.begin(), ranks.end(), [&](const Observed& rank) { return rank.free <= limits.behind; }))
+    return std::nullopt;
   const Waits waits = long_waits(ranks, limits.behind);
   if (waits.awaited.empty()) return std::nullopt;
   std::vector<int> roots;  // awaited, and waiting for nobody
   std::set_difference(waits.awaited.begin(), waits.awaited.end(), waits.waiting.begin(), waits.waiting.end(),
                       std::back_inserter(roots));
   // Those who wait, wait for somebody who has said that it takes long.
-  if (std::any_of(roots.begin(), roots.end(),
-                  [&](int rank) { return !seen(rank).progress.busy.empty() || seen(rank).held; }))
+  if (std::any_of(roots.begin(), roots.end(), [&](int rank) { return !seen(rank).progress.busy.empty(); }))
     return std::nullopt;
   if (roots.empty())
     return "ranks wait for each other: " + of_each({waits.awaited.begin(), waits.awaited.end()}, [&](int rank) {
@@ -246,6 +251,21 @@ std::optional<Straggler> find_straggler(const std::vector<Progress>& ranks, doub
   if (slowest.own_seconds <= factor * slowest.median_seconds) return std::nullopt;
   if (slowest.own_seconds <= slowest.median_seconds + kWorthAWord) return std::nullopt;
   return slowest;
+}
+
+std::optional<Straggler> StragglerWatch::look(const std::vector<Progress>& ranks) {
+  if (factor_ <= 0) return std::nullopt;
+  const auto slowest = find_straggler(ranks, factor_);
+  if (!slowest) {
+    steps_ = 0;
+    return std::nullopt;
+  }
+  const std::int64_t step = ranks[static_cast<std::size_t>(slowest->rank)].step;
+  if (slowest->rank != rank_) steps_ = 0;
+  if (steps_ > 0 && step == step_) return std::nullopt;  // seen already
+  rank_ = slowest->rank;
+  step_ = step;
+  return ++steps_ == kStragglerSteps ? slowest : std::nullopt;
 }
 
 }  // namespace bonfire

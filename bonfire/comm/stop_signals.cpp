@@ -13,20 +13,28 @@ namespace bonfire {
 namespace {
 
 constexpr std::array kSignals = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};
-// What comes with a SIGTERM that asks for no good order.
-constexpr int kEndNow = 0x626f6e;
+// Says that the run has failed: nobody asks for good order any more. Programs that do not know of it ignore this signal, so
+// they get the SIGTERM of their group alone.
+constexpr int kEndSignal = SIGURG;
+constexpr int kEndNow = 0x626f6e;  // comes with it
 
 // A signal handler can be given nothing: what it needs must be where it can find it.
 std::atomic<int> stop_end{-1};
 
-void note(int signal, siginfo_t* about, void*) {
+void end_at_once(int, siginfo_t* about, void*) {
+  if (about->si_code != SI_QUEUE || about->si_value.sival_int != kEndNow) return;
+  ::signal(SIGTERM, SIG_DFL);
+  raise(SIGTERM);
+  // It is blocked where a SIGTERM that came before waits for this handler to end.
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGTERM);
+  pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
+}
+
+void note_request(int signal) {
   const int error = errno;
-  if (signal == SIGTERM && about->si_code == SI_QUEUE && about->si_value.sival_int == kEndNow) {
-    ::signal(SIGTERM, SIG_DFL);
-    raise(SIGTERM);  // when this handler returns
-    return;
-  }
-  if (signal != SIGUSR1) ::signal(signal, SIG_DFL);
+  if (signal == SIGINT || signal == SIGTERM) ::signal(signal, SIG_DFL);
   const char byte = 1;
   [[maybe_unused]] const ssize_t written = write(stop_end.load(std::memory_order_relaxed), &byte, 1);
   errno = error;
@@ -34,36 +42,59 @@ void note(int signal, siginfo_t* about, void*) {
 
 }  // namespace
 
-StopSignals::StopSignals(std::function<void()> asked) {
+sigset_t stop_requests() {
+  sigset_t set;
+  sigemptyset(&set);
+  for (const int signal : kSignals) sigaddset(&set, signal);
+  sigaddset(&set, kEndSignal);
+  return set;
+}
+
+StopSignals& StopSignals::take(Answer first) {
+  // Never destroyed: a request may come while the process ends.
+  static StopSignals& signals = *new StopSignals(std::move(first));
+  return signals;
+}
+
+StopSignals::StopSignals(Answer first) : answer_(std::move(first)) {
   int ends[2];
   require_system(pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe for signals");
   read_ = Socket(ends[0]);
-  write_ = Socket(ends[1]);
-  stop_end = write_.fd();
+  stop_end = ends[1];
   {
     const SignalsBlocked signals;  // in the new thread
-    thread_ = std::thread([this, asked = std::move(asked)] {
-      char byte = 0;
-      while (read(read_.fd(), &byte, 1) == 1 && byte != 0) asked();
-    });
+    thread_ = std::thread([this] { listen(); });
   }
   struct sigaction action {};
-  action.sa_sigaction = note;
   action.sa_flags = SA_RESTART | SA_SIGINFO;
+  action.sa_sigaction = end_at_once;
+  sigaction(kEndSignal, &action, nullptr);
+  action.sa_flags = SA_RESTART;
+  action.sa_handler = note_request;
   for (const int signal : kSignals) {
-    sigaction(signal, nullptr, &before_[signal]);
-    if (before_[signal].sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);
+    struct sigaction before {};
+    sigaction(signal, nullptr, &before);
+    if (before.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);
+  }
+  const sigset_t requests = stop_requests();
+  pthread_sigmask(SIG_UNBLOCK, &requests, nullptr);
+}
+
+void StopSignals::listen() {
+  char byte = 0;
+  while (read(read_.fd(), &byte, 1) == 1) {
+    const std::lock_guard lock(mutex_);
+    asked_ = true;
+    if (answer_) answer_();
   }
 }
 
-StopSignals::~StopSignals() {
-  for (const int signal : kSignals) sigaction(signal, &before_[signal], nullptr);
-  const char end = 0;
-  [[maybe_unused]] const ssize_t written = write(write_.fd(), &end, 1);
-  thread_.join();
-  stop_end = -1;
+void StopSignals::answer_with(Answer answer) {
+  const std::lock_guard lock(mutex_);
+  answer_ = std::move(answer);
+  if (asked_ && answer_) answer_();
 }
 
-void StopSignals::end_now(pid_t rank) { sigqueue(rank, SIGTERM, {.sival_int = kEndNow}); }
+void StopSignals::end_now(pid_t rank) { sigqueue(rank, kEndSignal, {.sival_int = kEndNow}); }
 
 }  // namespace bonfire

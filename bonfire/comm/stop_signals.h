@@ -2,6 +2,7 @@
 
 #include <csignal>
 #include <functional>
+#include <mutex>
 #include <thread>
 
 #include "bonfire/base/api.h"
@@ -9,22 +10,39 @@
 
 namespace bonfire {
 
-// While it lives, SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask a rank to end in good order: `asked` is called on a thread of its
-// own. A second SIGINT, SIGTERM or SIGHUP ends the process at once, and so does a SIGTERM by which a launcher says that the
-// run has failed. What was inherited as ignored stays ignored. For a process that is a rank and nothing else.
+// What a rank hears of the end of its run: SIGINT, SIGTERM, SIGHUP and SIGUSR1, which ask for it in good order, and SIGURG,
+// by which its launcher says that the run has failed (end_now).
+BONFIRE_API sigset_t stop_requests();
+
+// Requests to a rank that it end in good order. They are taken from here to the end of the process, so that none kills a
+// rank that has yet to join the run, or one that is done; they are heard from here on where they were blocked. A second
+// SIGINT or SIGTERM ends the process at once, and so does end_now(). A second SIGHUP does not: a terminal that goes away
+// sends several. What was inherited as ignored stays ignored. For a process that is a rank and nothing else.
 class BONFIRE_API StopSignals {
  public:
-  explicit StopSignals(std::function<void()> asked);
-  ~StopSignals();
+  // What is done about a request, on a thread of its own.
+  using Answer = std::function<void()>;
+
+  // `first` answers until somebody else does. REQUIRES: called once in a process, by its first thread.
+  static StopSignals& take(Answer first);
   StopSignals(const StopSignals&) = delete;
   StopSignals& operator=(const StopSignals&) = delete;
 
-  // Sends SIGTERM to a rank whose run has failed.
+  // From now on `answer` is called, at once where there was a request before. Empty: requests are kept for the next one.
+  // When this returns, the one before does not run any more.
+  void answer_with(Answer answer);
+
+  // Ends a rank whose run has failed, if it takes requests in this way; a program that does not know of this ignores it.
   static void end_now(pid_t rank);
 
  private:
-  Socket read_, write_;
-  struct sigaction before_[32];
+  explicit StopSignals(Answer first);
+  void listen();
+
+  Socket read_;
+  std::mutex mutex_;  // held while one answers
+  Answer answer_;
+  bool asked_ = false;
   std::thread thread_;
 };
 

@@ -55,6 +55,7 @@ bool StopVote::is_last(std::int64_t step) {
   if (decided_) return step >= *decided_;
   ++round_;
   promised_.reset();
+  if (options_.failed) options_.failed();
   return false;
 }
 

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -27,6 +28,8 @@ class BONFIRE_API StopVote {
     std::int64_t first_step = 1;
     // How long a rank waits for the others' votes. Where somebody was not asked, the run goes on, and a line says so.
     std::chrono::milliseconds patience = std::chrono::seconds(30);
+    // Called by is_last() where the run goes on although this rank was asked.
+    std::function<void()> failed{};
     Log log{};
   };
   StopVote(c10d::Store& store, Options options);
@@ -36,7 +39,8 @@ class BONFIRE_API StopVote {
 
   // This rank was asked. From any thread, so that it is heard while the rank waits for another one inside of a step.
   void ask();
-  // `step` has ended. True: it is the last one, on all ranks. REQUIRES: called for every step, in order, by one thread.
+  // `step` has ended. True: it is the last one, on all ranks. REQUIRES: called for every step, in order, by one thread; or
+  // on all ranks for an earlier step again, and for all that follow it.
   bool is_last(std::int64_t step);
 
  private:

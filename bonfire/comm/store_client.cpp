@@ -1,5 +1,7 @@
 #include "bonfire/comm/store_client.h"
 
+#include <algorithm>
+
 #include "bonfire/comm/store_wire.h"
 
 namespace bonfire {
@@ -7,6 +9,12 @@ namespace {
 
 using wire::Op;
 using wire::Status;
+
+// The connection was lost, or dropped for others: another one may be heard.
+class Unheard : public Error {
+ public:
+  using Error::Error;
+};
 
 wire::Writer request_of(Op op) { return wire::Writer(static_cast<std::uint8_t>(op)); }
 
@@ -16,11 +24,26 @@ StoreClient::StoreClient(StoreClientOptions options) : options_(std::move(option
   idle_.push_back(connect(options_.connect_timeout));
 }
 
-Socket StoreClient::connect(Milliseconds patience) const {
-  Socket connection = connect_to(options_.server, deadline_in(patience));
+Socket StoreClient::connect(Milliseconds most) const {
+  const Patience patience(deadline_in(most), options_.given_up);
+  auto pause = std::chrono::milliseconds(10);
+  while (true) {
+    try {
+      return greet(patience);
+    } catch (const Unheard& error) {
+      if (deadline_in(pause) >= patience.until)
+        fail("{}; it did not hear this process within {:.0f} s", error.what(), std::chrono::duration<double>(most).count());
+    }
+    rest({deadline_in(pause), options_.given_up});
+    pause = std::min(pause * 2, std::chrono::milliseconds(500));
+  }
+}
+
+Socket StoreClient::greet(const Patience& patience) const {
+  Socket connection = connect_to(options_.server, patience);
   const std::string nonce = random_token();
   const auto said = [&](wire::Writer frame) {
-    return wire::Reader(exchange(connection, frame.finish(), Milliseconds(0), wire::kLongestHello)).text();
+    return wire::Reader(exchange(connection, frame.finish(), patience, wire::kLongestHello)).text();
   };
   const std::string theirs = said(wire::Writer().text(wire::kGreeting).text(nonce));
   const std::string proof = said(wire::Writer().text(wire::proof(wire::kClient, options_.token, nonce, theirs)));
@@ -32,25 +55,30 @@ Socket StoreClient::connect(Milliseconds patience) const {
 
 std::string StoreClient::secret() const { return hmac_sha256(options_.token, "bonfire pairs"); }
 
-std::string StoreClient::exchange(const Socket& connection, const std::string& request, Milliseconds patience,
+Patience StoreClient::answer_within(Milliseconds more) const {
+  return {deadline_in(more + options_.answer_timeout), options_.given_up};
+}
+
+std::string StoreClient::exchange(const Socket& connection, const std::string& request, const Patience& patience,
                                   std::uint32_t longest) const {
-  const Deadline deadline = deadline_in(patience + options_.answer_timeout);
   std::string answer;
   try {
-    send_all(connection, request, deadline);
+    send_all(connection, request, patience);
     std::uint32_t length = 0;
-    receive_all(connection, std::span(reinterpret_cast<char*>(&length), sizeof length), deadline);
+    receive_all(connection, std::span(reinterpret_cast<char*>(&length), sizeof length), patience);
     require(length >= 1 && length <= longest, "a frame of {} bytes", length);
     answer.resize(length);
-    receive_all(connection, answer, deadline);
+    receive_all(connection, answer, patience);
   } catch (const Error& error) {
-    fail("store at {}: {}", to_string(options_.server), error.what());
+    throw Unheard(fmt::format("store at {}: {}", to_string(options_.server), error.what()));
   }
   const auto status = static_cast<Status>(answer[0]);
   answer.erase(0, 1);
   if (status == Status::ok) return answer;
   if (status == Status::timeout) throw StoreTimeout(fmt::format("store at {}: timeout", to_string(options_.server)));
   const std::string why = wire::Reader(answer).text();
+  if (status == Status::unheard)
+    throw Unheard(fmt::format("store at {} dropped a connection that {}", to_string(options_.server), why));
   if (status == Status::refused)
     fail("store at {} refused this process, which {}: all of a job must share one BONFIRE_TOKEN and one version of Bonfire",
          to_string(options_.server), why);
@@ -72,7 +100,7 @@ std::string StoreClient::ask(wire::Writer request, Milliseconds patience) {
     idle_.push_back(std::move(connection));
   };
   try {
-    std::string answer = exchange(connection, request.finish(), patience, wire::kLongestFrame);
+    std::string answer = exchange(connection, request.finish(), answer_within(patience), wire::kLongestFrame);
     put_back();
     return answer;
   } catch (const StoreTimeout&) {
@@ -132,12 +160,13 @@ std::vector<std::string> StoreClient::list() {
 
 StoreClient::Presence::Presence(const StoreClient& client, const std::string& key, const std::string& last_words)
     : client_(client), key_(key), connection_(client.connect(client.options_.answer_timeout)) {
-  client_.exchange(connection_, request_of(Op::will).text(key).text(last_words).finish(), Milliseconds(0),
+  client_.exchange(connection_, request_of(Op::will).text(key).text(last_words).finish(), client_.answer_within(),
                    wire::kLongestFrame);
 }
 
 void StoreClient::Presence::leave() {
-  client_.exchange(connection_, request_of(Op::will).text(key_).text("").finish(), Milliseconds(0), wire::kLongestFrame);
+  client_.exchange(connection_, request_of(Op::will).text(key_).text("").finish(), client_.answer_within(),
+                   wire::kLongestFrame);
 }
 
 }  // namespace bonfire

@@ -28,6 +28,7 @@ struct StoreClientOptions {
   std::chrono::milliseconds connect_timeout = std::chrono::minutes(5);
   // How long the server may take for a request beyond the time that the request asks it to wait.
   std::chrono::milliseconds answer_timeout = std::chrono::seconds(30);
+  int given_up = -1;  // a descriptor; once it is readable, all calls fail at once
 };
 
 // Speaks to a StoreServer. Safe to use from any thread: a call that waits holds a connection of its own, so nobody waits
@@ -36,8 +37,9 @@ class BONFIRE_API StoreClient {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  // Connects at once. Throws Error where nobody answers in time, the server does not believe that this process knows the
-  // token, or does not prove that it knows it itself.
+  // Connects at once. A server that drops a connection before it was heard, for it has too many, is asked again. Throws
+  // Error where nobody answers in time, the server does not believe that this process knows the token, or does not prove
+  // that it knows it itself.
   explicit StoreClient(StoreClientOptions options);
 
   void set(const std::string& key, const std::string& value);
@@ -73,10 +75,12 @@ class BONFIRE_API StoreClient {
   };
 
  private:
-  Socket connect(Milliseconds patience) const;
+  Socket connect(Milliseconds most) const;
+  Socket greet(const Patience& patience) const;
   // The content of the answer.
   std::string ask(wire::Writer request, Milliseconds patience = Milliseconds(0));
-  std::string exchange(const Socket& connection, const std::string& request, Milliseconds patience,
+  Patience answer_within(Milliseconds more = Milliseconds(0)) const;
+  std::string exchange(const Socket& connection, const std::string& request, const Patience& patience,
                        std::uint32_t longest) const;
 
   StoreClientOptions options_;

@@ -1,6 +1,6 @@
 #include "bonfire/comm/store_server.h"
 
-#include <netdb.h>
+#include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -13,13 +13,15 @@
 #include <cerrno>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
-#include "bonfire/base/error.h"
+#include "bonfire/base/system_error.h"
+#include "bonfire/comm/keep_alive.h"
 #include "bonfire/comm/store_table.h"
 #include "bonfire/comm/store_wire.h"
 
@@ -52,31 +54,11 @@ struct Client {
   std::string out;
   std::size_t sent = 0;                      // of `out`
   std::map<std::string, std::string> wills;  // set when this client goes without a word
+  StoreTraffic traffic;                      // before it was admitted
 };
 
 wire::Writer answer_of(Status status) { return wire::Writer(static_cast<std::uint8_t>(status)); }
 wire::Writer ok() { return answer_of(Status::ok); }
-
-std::string peer_of(const Socket& socket) {
-  sockaddr_storage address{};
-  socklen_t length = sizeof address;
-  if (getpeername(socket.fd(), reinterpret_cast<sockaddr*>(&address), &length) != 0) return "?";
-  char host[64] = "?", port[16] = "?";
-  getnameinfo(reinterpret_cast<sockaddr*>(&address), length, host, sizeof host, port, sizeof port,
-              NI_NUMERICHOST | NI_NUMERICSERV);
-  return fmt::format("{}:{}", host, port);
-}
-
-void set_up(const Socket& socket) {
-  const int on = 1;
-  setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  // A machine that vanished without a word is noticed within some 15 seconds.
-  const int idle = 5, interval = 2, probes = 5;
-  setsockopt(socket.fd(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-  setsockopt(socket.fd(), IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
-  setsockopt(socket.fd(), IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);
-  setsockopt(socket.fd(), IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-}
 
 }  // namespace
 
@@ -89,9 +71,9 @@ class StoreServer::Loop {
     endpoint_ = endpoint_of(listener_);
     wake_ = Socket(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     epoll_ = Socket(epoll_create1(EPOLL_CLOEXEC));
-    if (!wake_ || !epoll_) fail("cannot make a store at {}: {}", to_string(endpoint_), std::strerror(errno));
-    if (!control(EPOLL_CTL_ADD, wake_, kWake, EPOLLIN) || !control(EPOLL_CTL_ADD, listener_, kListener, EPOLLIN))
-      fail("cannot watch the store's port at {}: {}", to_string(endpoint_), std::strerror(errno));
+    require_system(wake_ && epoll_, "cannot make a store at {}", to_string(endpoint_));
+    require_system(control(EPOLL_CTL_ADD, wake_, kWake, EPOLLIN) && control(EPOLL_CTL_ADD, listener_, kListener, EPOLLIN),
+                   "cannot watch the store's port at {}", to_string(endpoint_));
     thread_ = std::thread([this] { run(); });
   }
 
@@ -104,7 +86,10 @@ class StoreServer::Loop {
 
   const Endpoint& endpoint() const { return endpoint_; }
   int refused() const { return refused_; }
-  StoreTraffic traffic() const { return {requests_, request_bytes_, answers_, answer_bytes_}; }
+  StoreTraffic traffic() const {
+    const std::lock_guard lock(traffic_mutex_);
+    return traffic_;
+  }
 
  private:
   void run() {
@@ -119,11 +104,13 @@ class StoreServer::Loop {
       if (ready < 0 && errno != EINTR) return;
       bool newcomers = false;
       for (int i = 0; i < ready; ++i) {
-        const auto& event = events[static_cast<std::size_t>(i)];
-        if (event.data.u64 == kWake) drain_wake();
-        if (event.data.u64 == kListener) newcomers = true;
-        if (const auto client = clients_.find(event.data.u64); client != clients_.end())
-          keep_or_end(client->second, serve(client->second, event.events));
+        // Copies: the system's struct is packed, and has no place to which a reference may be bound.
+        const auto [what, whose] = events[static_cast<std::size_t>(i)];
+        const std::uint64_t id = whose.u64;
+        if (id == kWake) drain_wake();
+        if (id == kListener) newcomers = true;
+        if (const auto client = clients_.find(id); client != clients_.end())
+          keep_or_end(client->second, serve(client->second, what));
       }
       end_what_is_late();
       if (listen_again_ && (Clock::now() >= *listen_again_ || !crowded())) listen(true);
@@ -169,7 +156,7 @@ class StoreServer::Loop {
         Client& oldest = clients_.at(*strangers_.begin());
         const Deadline patience = oldest.came + options_.crowded_patience;
         if (Clock::now() < patience) return listen_not_before(patience);
-        if (!oldest.doomed) refuse(oldest, "said nothing in time");
+        if (!oldest.doomed) refuse(oldest, "said nothing in time", Status::unheard);
         end(oldest);
       }
       Socket socket(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
@@ -179,10 +166,12 @@ class StoreServer::Loop {
         if (errno != EAGAIN && errno != EWOULDBLOCK) listen_not_before(deadline_in(std::chrono::milliseconds(100)));
         return;
       }
-      set_up(socket);
+      const int on = 1;
+      setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+      keep_alive(socket, options_.silence);
       Client& client = clients_[id];
       client.id = id;
-      client.peer = peer_of(socket);
+      client.peer = to_string(peer_of(socket));
       client.socket = std::move(socket);
       client.came = Clock::now();
       strangers_.insert(id);
@@ -209,7 +198,7 @@ class StoreServer::Loop {
         reply(client, answer_of(Status::timeout));
         take_frames(client);
       } else {
-        refuse(client, "said nothing in time");
+        refuse(client, "said nothing in time", Status::unheard);
       }
       keep_or_end(client, flush(client));
     }
@@ -266,8 +255,7 @@ class StoreServer::Loop {
       if (client.in.size() < whole) return;
       const std::string frame = client.in.substr(4, length);
       client.in.erase(0, whole);
-      ++requests_;
-      request_bytes_ += static_cast<std::int64_t>(whole);
+      count(client, {.requests = 1, .request_bytes = static_cast<std::int64_t>(whole)});
       if (client.admitted)
         perform(client, frame);
       else
@@ -293,6 +281,7 @@ class StoreServer::Loop {
       return refuse(client, "sent no greeting");
     }
     client.admitted = true;
+    count(client, client.traffic);
     ++guests_;
     strangers_.erase(client.id);
     set_deadline(client, std::nullopt);
@@ -303,7 +292,17 @@ class StoreServer::Loop {
     return wire::proof(who, options_.token, client.client_nonce, client.server_nonce);
   }
 
-  void refuse(Client& client, const std::string& why) {
+  // What strangers say counts once they are none.
+  void count(Client& client, const StoreTraffic& more) {
+    if (!client.admitted) {
+      client.traffic += more;
+      return;
+    }
+    const std::lock_guard lock(traffic_mutex_);
+    traffic_ += more;
+  }
+
+  void refuse(Client& client, const std::string& why, Status status = Status::refused) {
     const int before = refused_++;
     if (before < kMostRefusalsLogged)
       options_.log.warning("store at {}: refused {}, which {}", to_string(endpoint_), client.peer, why);
@@ -311,7 +310,7 @@ class StoreServer::Loop {
     client.doomed = true;
     client.in.clear();
     set_deadline(client, deadline_in(options_.crowded_patience));
-    reply(client, answer_of(Status::refused).text(why));
+    reply(client, answer_of(status).text(why));
   }
 
   void perform(Client& client, const std::string& frame) {
@@ -438,8 +437,7 @@ class StoreServer::Loop {
 
   void reply(Client& client, wire::Writer answer) {
     const std::string frame = answer.finish();
-    ++answers_;
-    answer_bytes_ += static_cast<std::int64_t>(frame.size());
+    count(client, {.answers = 1, .answer_bytes = static_cast<std::int64_t>(frame.size())});
     client.out += frame;
     flush(client);
   }
@@ -481,7 +479,8 @@ class StoreServer::Loop {
   bool granting_ = false;
   std::atomic<bool> stopping_{false};
   std::atomic<int> refused_{0};
-  std::atomic<std::int64_t> requests_{0}, request_bytes_{0}, answers_{0}, answer_bytes_{0};
+  mutable std::mutex traffic_mutex_;
+  StoreTraffic traffic_;
   std::thread thread_;
 };
 

@@ -17,6 +17,9 @@ struct StoreServerOptions {
   std::string token;                   // whoever does not prove that it knows it is refused; must not be empty
   // How long the destructor lets others finish, who still need the store although its owner is done.
   std::chrono::milliseconds drain = std::chrono::milliseconds(0);
+  // How long a client's machine may be silent before it is gone, and its last words are said; 0: for ever. As long as a rank
+  // may (StallLimits): a network that is back by then has hurt nobody.
+  std::chrono::milliseconds silence = std::chrono::seconds(30);
   Log log{};
 
   // Connections that have not proved that they know the token: how many are held at once, and for how long. Where there are
@@ -26,10 +29,18 @@ struct StoreServerOptions {
   std::chrono::milliseconds crowded_patience = std::chrono::seconds(1);
 };
 
-// What a store has received and sent: frames, and their bytes with the lengths in front.
+// What a store has received from and sent to those who know the token: frames, and their bytes with the lengths in front.
 struct StoreTraffic {
   std::int64_t requests = 0, request_bytes = 0;
   std::int64_t answers = 0, answer_bytes = 0;
+
+  StoreTraffic& operator+=(const StoreTraffic& more) {
+    requests += more.requests;
+    request_bytes += more.request_bytes;
+    answers += more.answers;
+    answer_bytes += more.answer_bytes;
+    return *this;
+  }
 };
 
 // The key-value store through which the ranks of a job find each other, on a thread of its own. It listens on one address,

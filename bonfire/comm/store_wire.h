@@ -23,7 +23,8 @@ inline constexpr std::uint32_t kLongestHello = 1024;       // before the proof w
 inline constexpr std::uint32_t kLongestFrame = 64u << 20;  // afterwards
 
 enum class Op : std::uint8_t { set, get, add, compare_set, remove, check, wait, count, append, multi_set, list, will };
-enum class Status : std::uint8_t { ok, refused, timeout, invalid };
+// `unheard`: a connection that was dropped for others before it had proved anything; its owner may come again.
+enum class Status : std::uint8_t { ok, refused, timeout, invalid, unheard };
 
 // Who proves. The word is part of what is proved, so that no proof can be sent back to the one it came from.
 inline constexpr std::string_view kClient = "client", kServer = "server";

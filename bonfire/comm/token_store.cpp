@@ -3,13 +3,12 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "bonfire/comm/store_bytes.h"
+
 namespace bonfire {
 namespace {
 
-using Bytes = std::vector<uint8_t>;
-
-std::string text_of(const Bytes& bytes) { return std::string(bytes.begin(), bytes.end()); }
-Bytes bytes_of(const std::string& text) { return Bytes(text.begin(), text.end()); }
+using Bytes = StoreBytes;
 
 // c10d's callers tell a late key from a lost server by the type of the exception.
 template <class Function>

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -17,8 +18,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr const char* kVerdict = "watchdog/verdict";
-constexpr int kWatchers = 2;         // so that one of them may itself be the one that stands still
-constexpr int kStragglerSteps = 10;  // in a row, before it is worth a word
+constexpr int kWatchers = 2;  // so that one of them may itself be the one that stands still
 
 }  // namespace
 
@@ -28,7 +28,8 @@ class Watchdog::Loop {
       : store_(store->clone()),
         board_(std::move(board)),
         options_(std::move(options)),
-        beats_(*store_, options_.rank, options_.size, clock_.now()) {
+        beats_(*store_, options_.rank, options_.size, clock_.now()),
+        stragglers_(options_.straggler_factor) {
     if (options_.interval == 0ms) {
       double shortest = 10;
       for (const double limit : {options_.limits.silent, options_.limits.behind})
@@ -87,33 +88,42 @@ class Watchdog::Loop {
 
   void watch() {
     std::vector<Observed> ranks;
-    for (const Beats::Seen& seen : beats_.look(clock_.now())) ranks.push_back({seen.progress, since(seen.at)});
+    for (const Beats::Seen& seen : beats_.look(clock_.now())) {
+      Observed& rank = ranks.emplace_back(Observed{seen.progress, since(seen.at)});
+      // Others have waited for a busy rank, too: their time begins when it is known not to be any more.
+      Busy& busy = busy_[ranks.size() - 1];
+      const bool still = !seen.progress.busy.empty();
+      if (still || busy.now) busy = {still, still ? seen.at : clock_.now()};
+      if (busy.until > 0) rank.free = since(busy.until);
+    }
     // Who holds a rank is asked only where it matters.
     if (find_stall(ranks, options_.limits)) {
-      for (std::size_t rank = 0; rank < ranks.size(); ++rank)
-        ranks[rank].held = store_->check({held_key(static_cast<int>(rank))});
+      ask_who_is_held(ranks);
       if (const auto stall = find_stall(ranks, options_.limits)) store_->compareSet(kVerdict, "", *stall);
     }
     if (options_.rank == 0) look_for_straggler();
   }
 
+  void ask_who_is_held(std::vector<Observed>& ranks) {
+    if (!store_->check({kAnyHeld})) return;
+    for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+      const std::string key = held_key(static_cast<int>(rank));
+      if (!store_->check({key})) continue;
+      const std::string text = store_->get_to_str(key);
+      Hold& hold = holds_[rank];
+      if (says_held(text) || text != hold.text) hold = {text, clock_.now()};
+      ranks[rank].free = std::min(ranks[rank].free, since(hold.seen));
+    }
+  }
+
   void look_for_straggler() {
-    if (options_.straggler_factor <= 0) return;
     std::vector<Progress> ranks;
     for (const Beats::Seen& seen : beats_.seen()) ranks.push_back(seen.progress);
-    const auto slowest = find_straggler(ranks, options_.straggler_factor);
-    if (!slowest) {
-      slow_steps_ = 0;
-      return;
-    }
-    const std::int64_t step = ranks[static_cast<std::size_t>(slowest->rank)].step;
-    if (slowest->rank != slow_rank_) slow_steps_ = 0;
-    if (slow_steps_ > 0 && step == slow_step_) return;  // seen already
-    slow_rank_ = slowest->rank;
-    slow_step_ = step;
-    if (++slow_steps_ != kStragglerSteps) return;
+    const auto slowest = stragglers_.look(ranks);
+    if (!slowest) return;
     options_.log.warning("rank {} is the slowest: {:.1f} ms of its own in step {}, the median of all ranks is {:.1f} ms",
-                         slowest->rank, slowest->own_seconds * 1e3, step, slowest->median_seconds * 1e3);
+                         slowest->rank, slowest->own_seconds * 1e3, ranks[static_cast<std::size_t>(slowest->rank)].step,
+                         slowest->median_seconds * 1e3);
   }
 
   void end(const std::string& verdict) {
@@ -128,9 +138,18 @@ class Watchdog::Loop {
   WatchdogOptions options_;
   RunningClock clock_;
   Beats beats_;
-  int slow_rank_ = -1;
-  std::int64_t slow_step_ = -1;
-  int slow_steps_ = 0;
+  // What this watcher knows of ranks that were held.
+  struct Hold {
+    std::string text = {};
+    Nanoseconds seen = 0;
+  };
+  std::map<std::size_t, Hold> holds_;
+  struct Busy {
+    bool now = false;
+    Nanoseconds until = 0;  // 0: it never was
+  };
+  std::map<std::size_t, Busy> busy_;
+  StragglerWatch stragglers_;
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stopping_ = false;

@@ -1,8 +1,10 @@
 #include "bonfire/comm/world.h"
 
+#include <algorithm>
 #include <numeric>
 #include <utility>
 
+#include <fmt/ranges.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -12,6 +14,19 @@
 #include "bonfire/comm/mesh_state.h"
 
 namespace bonfire {
+namespace {
+
+void require_ranks(const std::string& what, const std::vector<int>& ranks, int me, int size) {
+  auto sorted = ranks;
+  std::sort(sorted.begin(), sorted.end());
+  const bool once = std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
+  const bool known = !sorted.empty() && sorted.front() >= 0 && sorted.back() < size;
+  if (!once || !known || !std::binary_search(sorted.begin(), sorted.end(), me))
+    fail_config("{} of ranks {} on rank {} of {}: allowed are ranks of the world, each once, this one among them", what,
+                fmt::join(ranks, ", "), me, size);
+}
+
+}  // namespace
 
 struct World::State {
   int rank = 0;
@@ -67,22 +82,38 @@ Recorder& World::recorder() const { return *state_->communicators->recorder(); }
 c10d::Store& World::store() const { return state_->communicators->store(); }
 
 Mesh World::mesh(const MeshShape& shape) const {
+  std::vector<int> everybody(static_cast<std::size_t>(size()));
+  std::iota(everybody.begin(), everybody.end(), 0);
+  return mesh(shape, everybody);
+}
+
+Mesh World::mesh(const MeshShape& shape, const std::vector<int>& ranks) const {
   for (const Axis axis : {Axis::pipeline, Axis::replicate, Axis::shard, Axis::context, Axis::tensor})
     if (shape.along(axis) < 1) fail_config("mesh axis {} is {}, must be at least 1", name_of(axis), shape.along(axis));
-  if (shape.size() != size())
-    fail_config(
-        "mesh {} x {} x {} x {} x {} (pipeline, replicate, shard, context, tensor) has {} ranks, but the world has {}",
-        shape.pipeline, shape.replicate, shape.shard, shape.context, shape.tensor, shape.size(), size());
+  const bool everybody = static_cast<int>(ranks.size()) == size();
+  if (shape.size() != static_cast<int>(ranks.size()))
+    fail_config("mesh {} x {} x {} x {} x {} (pipeline, replicate, shard, context, tensor) has {} ranks, but {} has {}",
+                shape.pipeline, shape.replicate, shape.shard, shape.context, shape.tensor, shape.size(),
+                everybody ? "the world" : "its list", ranks.size());
+  require_ranks("a mesh", ranks, rank(), size());
   auto state = std::make_shared<Mesh::State>();
   state->shape = shape;
-  for (std::size_t at = 0; at < axis_count; ++at) {
-    const auto axis = static_cast<Axis>(at);
-    state->groups[at] = state_->communicators->group({.axis = axis, .members = ranks_along(shape, axis, rank())});
-  }
   state->communicators = state_->communicators;
-  state->gathers = state_->communicators->group(
-      {.axis = Axis::shard, .name = "shard gathers", .members = ranks_along(shape, Axis::shard, rank())});
+  if (!everybody) state->part = ranks;
+  const auto place = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank()) - ranks.begin());
+  const auto make = [&](Axis axis, const std::string& name) {
+    std::vector<int> members;
+    for (const int at : ranks_along(shape, axis, place)) members.push_back(ranks[static_cast<std::size_t>(at)]);
+    return state_->communicators->group({.axis = axis, .name = name, .members = std::move(members), .part = state->part});
+  };
+  for (std::size_t at = 0; at < axis_count; ++at) state->groups[at] = make(static_cast<Axis>(at), "");
+  state->gathers = make(Axis::shard, "shard gathers");
   return Mesh(std::move(state));
+}
+
+Group World::group(const std::string& name, const std::vector<int>& ranks, Axis axis) const {
+  require_ranks(fmt::format("group '{}'", name), ranks, rank(), size());
+  return state_->communicators->group({.axis = axis, .name = name, .members = ranks, .part = ranks});
 }
 
 }  // namespace bonfire

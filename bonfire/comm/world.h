@@ -3,6 +3,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -60,6 +61,12 @@ class BONFIRE_API World {
   const Group& group() const;
   // Collective: makes the groups of every axis. Throws ConfigError where the product of the axes is not size().
   Mesh mesh(const MeshShape& shape) const;
+  // A mesh of some ranks, in this order; the others need not know of it. Collective among them. Throws ConfigError unless
+  // there are as many as the shape has, each once, and this rank is one of them.
+  Mesh mesh(const MeshShape& shape, const std::vector<int>& ranks) const;
+  // These ranks over a communicator of their own, one for each name and list. `axis` is what the recorder lists it under.
+  // Collective among them, the first time. REQUIRES: this rank is one of them.
+  Group group(const std::string& name, const std::vector<int>& ranks, Axis axis = Axis::data) const;
   // What every group of this world has done since it was cleared.
   Recorder& recorder() const;
   // Where this rank notes how far it is, for the watchdog.

@@ -8,7 +8,7 @@
 #include "bonfire/comm/recorder.h"
 #include "tests/support/ranks.h"
 
-namespace bonfire {
+namespace bonfire::bandwidth_test {
 namespace {
 
 TEST(Bandwidth, EveryKindIsMeasuredAndRight) {
@@ -69,4 +69,4 @@ TEST(Bandwidth, RefusesSizesThatDoNotGrow) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::bandwidth_test

@@ -14,6 +14,7 @@
 #include <iostream>
 #include <iterator>
 #include <random>
+#include <sstream>
 #include <thread>
 
 #include <gtest/gtest.h>
@@ -59,6 +60,8 @@ Child::Child(std::vector<std::string> arguments, std::map<std::string, std::stri
   pid_ = fork();
   if (pid_ == 0) {
     if (place.own_group) setpgid(0, 0);
+    // As from a terminal, also where a shell has started the tests in the background.
+    for (const int signal : {SIGINT, SIGQUIT, SIGHUP}) ::signal(signal, SIG_DFL);
     dup2(place.output >= 0 ? place.output : fd, STDOUT_FILENO);
     dup2(place.output >= 0 ? place.output : fd, STDERR_FILENO);
     close(fd);
@@ -170,11 +173,12 @@ Folder::~Folder() {
   std::filesystem::remove_all(path_, ignored);
 }
 
-// Bound, but not listening: the kernel gives the number to nobody who takes any, and to all who say SO_REUSEADDR as this
-// does.
 std::string read_file(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
+  // Of a process that has ended since then there is nothing to read, which a stream's buffer alone would throw.
+  std::ostringstream text;
+  text << stream.rdbuf();
+  return text.str();
 }
 
 // Bound and not listening: another socket with the same option may listen there, and the kernel gives the number to nobody.

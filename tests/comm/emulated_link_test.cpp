@@ -7,7 +7,7 @@
 #include "bonfire/comm/recorder.h"
 #include "tests/support/ranks.h"
 
-namespace bonfire {
+namespace bonfire::emulated_link_test {
 namespace {
 
 // A lower bound on time is a law here, not a measurement: the emulated link must not be faster than it says.
@@ -39,7 +39,7 @@ TEST(EmulatedLink, CollectivesQueueOnTheLink) {
 TEST(EmulatedLink, AllGroupsOfTheShardAxisQueueOnOneLink) {
   testing::run_ranks(2, [](World& world) {
     const Mesh mesh = world.mesh({.shard = 2}).over(Axis::shard, {.latency_seconds = 0.01, .bytes_per_second = 0});
-    const Group subgroup = mesh.shard_subgroup(2);
+    const Group subgroup = mesh.group(Axis::shard).neighbours(2);
     auto a = at::ones({10}), b = at::ones({10}), c = at::ones({10});
     const auto start = now_ns();
     Work first = mesh.group(Axis::shard).all_reduce(a), second = mesh.gathers().all_reduce(b),
@@ -76,4 +76,4 @@ TEST(EmulatedLink, LeavesTheOriginalGroupAlone) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::emulated_link_test

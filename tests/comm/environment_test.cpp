@@ -1,10 +1,12 @@
 #include "bonfire/comm/environment.h"
 
+#include <set>
+
 #include <gtest/gtest.h>
 
 #include "bonfire/base/error.h"
 
-namespace bonfire {
+namespace bonfire::environment_test {
 namespace {
 
 using Hosts = std::vector<std::string>;
@@ -102,8 +104,7 @@ TEST(Environment, Slurm) {
   EXPECT_EQ(at.local_size, 4);
   EXPECT_EQ(at.node, 1);
   EXPECT_EQ(at.address, "gpu07");
-  EXPECT_EQ(at.port, 15000 + 4567);
-  EXPECT_EQ(resolve_environment(with(kSlurm, "SLURM_JOB_ID", "42")).port, 15042);
+  EXPECT_EQ(resolve_environment(with(kSlurm, "SLURM_JOB_ID", "42")).port, 15000 + 42 * 1009 % 17000);
   EXPECT_EQ(resolve_environment(with(kSlurm, "MASTER_PORT", "7000")).port, 7000);
 }
 
@@ -111,11 +112,19 @@ TEST(Environment, Slurm) {
 TEST(Environment, StepsOfASlurmJobMeetApart) {
   const Variables step = both(kSlurm, {{"SLURM_STEP_NODELIST", "gpu[09-10]"}, {"SLURM_STEP_ID", "2"}});
   EXPECT_EQ(resolve_environment(step).address, "gpu09");
-  EXPECT_EQ(resolve_environment(step).port, 15000 + 6567);
-  EXPECT_EQ(resolve_environment(with(step, "SLURM_STEP_ID", "0")).port, 15000 + 4567);
-  EXPECT_EQ(resolve_environment(with(step, "SLURM_STEP_ID", "9")).port, 15000 + 3567);
+  const auto port = [&](const std::string& job, const std::string& number) {
+    return resolve_environment(with(with(step, "SLURM_JOB_ID", job), "SLURM_STEP_ID", number)).port;
+  };
+  // No two of them, be they of one job or of one that runs beside it.
+  std::set<int> ports;
+  for (int number = 0; number < 50; ++number)
+    for (const char* job : {"1234567", "1000", "2000", "1001", "11234567"}) ports.insert(port(job, std::to_string(number)));
+  EXPECT_EQ(ports.size(), 5u * 50);
+  EXPECT_GE(*ports.begin(), 15000);
+  EXPECT_LT(*ports.rbegin(), 32000);
   // Slurm's own numbers: a batch script.
-  EXPECT_EQ(resolve_environment(with(step, "SLURM_STEP_ID", "4294967291")).port, 15000 + 4567);
+  EXPECT_EQ(port("1234567", "4294967291"), resolve_environment(kSlurm).port);
+  EXPECT_GE(port("18446744073709551615", "0"), 15000);
 }
 
 TEST(Environment, SlurmCountsTasksOfThisNode) {
@@ -144,7 +153,7 @@ TEST(Environment, MpirunInsideASlurmJobIsMpi) {
   EXPECT_EQ(at.source, LaunchSource::open_mpi);
   EXPECT_EQ(at.rank, 1);
   EXPECT_EQ(at.address, "gpu07");
-  EXPECT_EQ(at.port, 15000 + 4567);
+  EXPECT_EQ(at.port, resolve_environment(kSlurm).port);
 }
 
 TEST(Environment, Mpich) {
@@ -234,4 +243,4 @@ TEST(Threads, ShareTheCoresUnlessTold) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::environment_test

@@ -21,7 +21,7 @@
 #include "bonfire/comm/reduce_parts.h"
 #include "tests/support/ranks.h"
 
-namespace bonfire {
+namespace bonfire::exchange_test {
 namespace {
 
 using testing::run_ranks;
@@ -69,6 +69,36 @@ TEST(WorkWaitFor, SaysWhetherTheResultIsThere) {
     EXPECT_TRUE(at::equal(sum, at::full({3}, 2.0f)));
   });
   EXPECT_TRUE(Work().wait_for(std::chrono::milliseconds(0)));
+}
+
+// Messages that somebody has waited for in vain arrive all the same, and so do those after them.
+TEST(WorkWaitFor, LeavesMessagesUnderWay) {
+  run_ranks(2, [](World& world) {
+    const auto& group = world.group();
+    // A send of this size ends when its receive has begun.
+    auto large = at::full({1 << 24}, 3.0f), small = at::full({2}, 4.0f);
+    if (world.rank() == 0) {
+      auto sent = group.send(large, 1);
+      auto received = group.receive(small, 1);
+      for (auto* work : {&sent, &received})
+        for (int again = 0; again < 3; ++again) {
+          EXPECT_FALSE(work->wait_for(std::chrono::milliseconds(1)));
+          EXPECT_FALSE(work->done());
+        }
+      world.store().set("seen", std::vector<std::uint8_t>{1});
+      sent.wait();
+      EXPECT_TRUE(received.wait_for(std::chrono::minutes(1)));
+      EXPECT_TRUE(sent.done() && received.done());
+      EXPECT_TRUE(at::equal(small, at::full({2}, 5.0f)));
+    } else {
+      world.store().wait({"seen"});
+      auto place = at::zeros({1 << 24});
+      group.receive(place, 0).wait();
+      EXPECT_TRUE(at::equal(place, large));
+      group.send(at::full({2}, 5.0f), 0).wait();
+    }
+    group.barrier().wait();
+  });
 }
 
 // What torch gives when it adds one part after the other, bit for bit.
@@ -221,4 +251,4 @@ TEST(GlooExchange, AMissingPeerIsNamedAsSuch) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::exchange_test

@@ -7,7 +7,7 @@
 #include "bonfire/base/error.h"
 #include "tests/support/ranks.h"
 
-namespace bonfire {
+namespace bonfire::fingerprint_test {
 namespace {
 
 // What each rank is told when they disagree; empty: nothing. What is no Error of ours fails the test.
@@ -109,4 +109,4 @@ TEST(Fingerprint, NamesAMessageOfAnotherShape) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::fingerprint_test

@@ -7,7 +7,7 @@
 #include "bonfire/base/error.h"
 #include "tests/support/ranks.h"
 
-namespace bonfire {
+namespace bonfire::group_test {
 namespace {
 
 using testing::run_ranks;
@@ -222,4 +222,4 @@ TEST(Group, OfOneAnswersItself) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::group_test

@@ -12,7 +12,7 @@
 #include "bonfire/comm/socket.h"
 #include "tests/comm/launched.h"
 
-namespace bonfire {
+namespace bonfire::join_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -69,7 +69,7 @@ TEST(Join, AnAddressOfAnotherMachineIsRefused) {
 
 // Debian writes a machine's own name into /etc/hosts as 127.0.1.1, where no other machine finds it. Each child sees a hosts
 // file of its own; to the other node the name is the machine's real address.
-class JoinByName : public testing::Test {
+class JoinByName : public ::testing::Test {
  protected:
   void SetUp() override {
     if (std::system("unshare --map-root-user --mount true 2> /dev/null") != 0) GTEST_SKIP() << "unshare is not permitted";
@@ -174,4 +174,4 @@ TEST(Join, UnderSlurmsVariables) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::join_test

@@ -1,5 +1,7 @@
 #include "tests/comm/launched.h"
 
+#include <regex>
+
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -26,7 +28,28 @@ std::vector<std::string> launch(int ranks, const std::vector<std::string>& optio
   return launched(all, {kProgram});
 }
 
+std::map<std::string, std::string> torchrun(const std::string& port) {
+  return {{"RANK", "0"},
+          {"WORLD_SIZE", "1"},
+          {"LOCAL_RANK", "0"},
+          {"LOCAL_WORLD_SIZE", "1"},
+          {"MASTER_ADDR", "127.0.0.1"},
+          {"MASTER_PORT", port}};
+}
+
 bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+pid_t process_of_rank(Child& run, int rank) {
+  const std::regex words(fmt::format("pid (\\d+) is rank {} ", rank));
+  std::smatch found;
+  std::string output;
+  const bool there = eventually([&] {
+    output = run.output();
+    return std::regex_search(output, found, words);
+  });
+  EXPECT_TRUE(there) << output;
+  return there ? std::stoi(found[1]) : -1;
+}
 
 void expect_all_done(Child& run, int ranks) {
   EXPECT_EQ(run.wait(std::chrono::seconds(60)), 0) << run.output();

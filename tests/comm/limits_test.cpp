@@ -10,7 +10,7 @@
 #include "bonfire/comm/device.h"
 #include "tests/comm/launched.h"
 
-namespace bonfire {
+namespace bonfire::limits_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -34,8 +34,29 @@ TEST(Limits, TooFewOpenFilesAreRefusedWithBothNumbers) {
   Child run({"sh", "-c", "ulimit -Sn 100; ulimit -Hn 100; exec " + kBonfire + " launch -n 64 -- true"});
   EXPECT_EQ(run.wait(20s), 2) << run.output();
   EXPECT_TRUE(
-      contains(run.output(), "bonfire: 64 ranks need about 576 open files, and this process may have 100 (ulimit -Hn)"))
+      contains(run.output(), "bonfire: 64 ranks need about 448 open files, and this process may have 100 (ulimit -Hn)"))
       << run.output();
+}
+
+// Where no launcher of ours has: rank 0 holds the connections of all.
+TEST(Limits, TooFewOpenFilesForTheRankThatHostsTheStoreAreRefused) {
+  const test::Port port;
+  Child run({"sh", "-c", "ulimit -n 100; exec " + test::kProgram}, {{"RANK", "0"},
+                                                                    {"WORLD_SIZE", "200"},
+                                                                    {"LOCAL_RANK", "0"},
+                                                                    {"LOCAL_WORLD_SIZE", "200"},
+                                                                    {"MASTER_ADDR", "127.0.0.1"},
+                                                                    {"MASTER_PORT", port.number()}});
+  EXPECT_EQ(run.wait(60s), 2) << run.output();
+  EXPECT_TRUE(
+      contains(run.output(), "200 ranks, which meet at rank 0, need about 464 open files, and this process may have 100"))
+      << run.output();
+}
+
+TEST(Limits, TooFewOpenFilesForTheConnectionsOfARankAreRefused) {
+  Child run(test::launch({"-n", "8"}, "ulimit -n 20; exec " + test::kProgram));
+  EXPECT_EQ(run.wait(60s), 2) << run.output();
+  EXPECT_TRUE(contains(run.output(), "the connections of one rank to 7 others (Gloo) need about ")) << run.output();
 }
 
 TEST(Limits, AWorkingFolderThatIsGoneIsNamed) {
@@ -118,4 +139,4 @@ TEST(Limits, TrainingTakesItsRanksFromTheEnvironment) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::limits_test

@@ -14,7 +14,7 @@
 #include "bonfire/comm/recorder.h"
 #include "tests/support/ranks.h"
 
-namespace bonfire {
+namespace bonfire::mesh_test {
 namespace {
 
 TEST(Mesh, TensorIsFastestAndPipelineSlowest) {
@@ -52,6 +52,31 @@ TEST(Mesh, GroupsReduceAlongTheirAxisOnly) {
     EXPECT_EQ(mesh.group(Axis::replicate).sum(world.rank()), world.rank() % 2 == 0 ? 2 : 4);
     EXPECT_EQ(mesh.group(Axis::data).sum(world.rank()), 6);
     EXPECT_EQ(mesh.group(Axis::tensor).sum(world.rank()), world.rank());
+  });
+}
+
+// Over a part of the World too, in whatever order its ranks come.
+TEST(Mesh, ThoseWhoShareSamplesAverageGradientsToo) {
+  testing::run_ranks(9, [](World& world) {
+    if (world.rank() == 4) return;
+    const std::vector<int> ranks{8, 7, 6, 5, 3, 2, 1, 0};
+    const Mesh mesh = world.mesh({.replicate = 2, .shard = 2, .context = 2}, ranks);
+    const auto place = [&](int rank) {
+      return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+    };
+    const Group copies = mesh.with_context(Axis::replicate), all = mesh.with_context(Axis::data);
+    EXPECT_EQ(all.world_ranks(), ranks);
+    ASSERT_EQ(copies.size(), 4);
+    for (const int rank : copies.world_ranks()) EXPECT_EQ(place(rank) / 2 % 2, place(world.rank()) / 2 % 2);
+    EXPECT_EQ(copies.axis(), Axis::replicate);
+    EXPECT_EQ(all.axis(), Axis::data);
+    EXPECT_EQ(all.sum(1), 8);
+    EXPECT_EQ(copies.sum(world.rank()), mesh.coordinate(Axis::shard) == 0 ? 8 + 7 + 3 + 2 : 6 + 5 + 1 + 0);
+    EXPECT_THROW(static_cast<void>(mesh.with_context(Axis::shard)), Error);
+  });
+  testing::run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh({.replicate = 2});
+    EXPECT_EQ(mesh.with_context(Axis::replicate).name(), mesh.group(Axis::replicate).name());
   });
 }
 
@@ -105,7 +130,7 @@ TEST(Mesh, SubgroupsAreNeighboursAlongTheShardAxis) {
   testing::run_ranks(4, [](World& world) {
     const Mesh mesh = world.mesh({.shard = 4});
     for (const int ranks : {2, 1, 4, 2}) {
-      const Group group = mesh.shard_subgroup(ranks);
+      const Group group = mesh.group(Axis::shard).neighbours(ranks);
       EXPECT_EQ(group.size(), ranks);
       EXPECT_EQ(group.rank(), world.rank() % ranks);
       EXPECT_EQ(group.axis(), Axis::shard);
@@ -115,7 +140,7 @@ TEST(Mesh, SubgroupsAreNeighboursAlongTheShardAxis) {
     }
     for (const int ranks : {3, 0, -2, 8}) {
       try {
-        (void)mesh.shard_subgroup(ranks);
+        (void)mesh.group(Axis::shard).neighbours(ranks);
         ADD_FAILURE() << ranks;
       } catch (const ConfigError& error) {
         EXPECT_NE(std::string(error.what()).find("allowed are its divisors 1, 2, 4"), std::string::npos) << error.what();
@@ -128,14 +153,14 @@ TEST(Mesh, SubgroupsFollowTheOtherAxes) {
   testing::run_ranks(8, [](World& world) {
     const Mesh mesh = world.mesh({.shard = 4, .tensor = 2});
     const int rank = world.rank(), first = rank / 4 * 4 + rank % 2;
-    EXPECT_EQ(mesh.shard_subgroup(2).world_ranks(), (std::vector<int>{first, first + 2}));
+    EXPECT_EQ(mesh.group(Axis::shard).neighbours(2).world_ranks(), (std::vector<int>{first, first + 2}));
   });
 }
 
 // A rank that lets a group go as soon as it has it does not take the others' connections with it.
 TEST(Mesh, GroupsMayBeDroppedAtOnce) {
   testing::run_ranks(6, [](World& world) {
-    for (int round = 0; round < 20; ++round) EXPECT_EQ(world.mesh({.shard = 6}).shard_subgroup(3).size(), 3);
+    for (int round = 0; round < 20; ++round) EXPECT_EQ(world.mesh({.shard = 6}).group(Axis::shard).neighbours(3).size(), 3);
   });
 }
 
@@ -150,4 +175,4 @@ TEST(Mesh, RefusesAWrongProduct) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::mesh_test

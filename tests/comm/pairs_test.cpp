@@ -12,16 +12,18 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/comm/socket.h"
+#include "bonfire/comm/token_store.h"
 #include "bonfire/comm/world.h"
 #include "tests/comm/launched.h"
 
-namespace bonfire {
+namespace bonfire::pairs_test {
 namespace {
 
 using namespace std::chrono_literals;
 
 using test::kBonfire;
 using test::kProgram;
+using Bytes = std::vector<std::uint8_t>;
 
 // A store in which two ranks meet, and a stranger who reads where they listen before the other one can, connects there, and
 // says the number by which the other one would be known.
@@ -109,6 +111,66 @@ TEST(Pairs, AStrangerInARanksPlaceIsNoticedBeforeDataFlows) {
   EXPECT_LT(store->heard(), 512u);  // announcements and a proof that is of no use to it
 }
 
+// Somebody who can read and write all that the ranks of a job can, and knows another token, or the same.
+class Guest : public TokenStore {
+ public:
+  Guest(c10::intrusive_ptr<c10d::Store> overheard, std::shared_ptr<StoreClient> own)
+      : TokenStore(own), overheard_(std::move(overheard)), own_(std::move(own)) {}
+  c10::intrusive_ptr<c10d::Store> clone() override { return c10::make_intrusive<Guest>(overheard_, own_); }
+  using c10d::Store::compareSet;
+  using c10d::Store::set;
+  void set(const std::string& key, const Bytes& value) override { overheard_->set(key, value); }
+  Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
+    return overheard_->compareSet(key, expected, desired);
+  }
+  Bytes get(const std::string& key) override { return overheard_->get(key); }
+  int64_t add(const std::string& key, int64_t value) override { return overheard_->add(key, value); }
+  bool deleteKey(const std::string& key) override { return overheard_->deleteKey(key); }
+  bool check(const std::vector<std::string>& keys) override { return overheard_->check(keys); }
+  void wait(const std::vector<std::string>& keys) override { overheard_->wait(keys); }
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
+    overheard_->wait(keys, timeout);
+  }
+  void append(const std::string& key, const Bytes& value) override { overheard_->append(key, value); }
+  std::vector<Bytes> multiGet(const std::vector<std::string>& keys) override { return overheard_->multiGet(keys); }
+  void multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) override {
+    overheard_->multiSet(keys, values);
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> overheard_;
+  const std::shared_ptr<StoreClient> own_;
+};
+
+// The proof is one over the job's token, not only over what is in its store.
+TEST(Pairs, WhoReadsTheStoreAndDoesNotKnowTheTokenIsNoRank) {
+  for (const std::string token : {"the job's", "another job's"}) {
+    const StoreServer server({.token = "the job's", .log = Log::silent()}), other({.token = token, .log = Log::silent()});
+    const auto store = [](const StoreServer& at, const std::string& known) {
+      return std::make_shared<StoreClient>(StoreClientOptions{.server = at.endpoint(), .token = known});
+    };
+    std::vector<std::string> errors(2);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 2; ++rank)
+      threads.emplace_back([&, rank] {
+        try {
+          c10::intrusive_ptr<c10d::Store> own = c10::make_intrusive<TokenStore>(store(server, "the job's"));
+          if (rank == 1) own = c10::make_intrusive<Guest>(std::move(own), store(other, token));
+          const World world = World::from_store(own, rank, 2, {.timeout = 20s});
+        } catch (const std::exception& error) {
+          errors[static_cast<std::size_t>(rank)] = error.what();
+        }
+      });
+    for (std::thread& thread : threads) thread.join();
+    if (token == "the job's") {
+      EXPECT_EQ(errors, std::vector<std::string>(2));
+    } else {
+      EXPECT_NE(errors[0].find("in the place of rank 1 has not proved"), std::string::npos) << errors[0];
+      EXPECT_NE(errors[1].find("in the place of rank 0 has not proved"), std::string::npos) << errors[1];
+    }
+  }
+}
+
 // Where an address was given, the interface's name in the environment does not move the listener elsewhere.
 TEST(Pairs, ListenWhereTheyWereTold) {
   test::Child run({kBonfire, "launch", "-n", "2", "--address", "127.0.0.3", "--", kProgram},
@@ -122,4 +184,4 @@ TEST(Pairs, ListenWhereTheyWereTold) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::pairs_test

@@ -1,7 +1,7 @@
 // A training loop in miniature that can go wrong in every way the tests need. Words in the environment say how:
 //   STEPS=n (default: without end), ENDLESS_ATTEMPTS=k (so many without end before), ELEMENTS=n (of a collective)
 //   DEVICE=gpu (default: the CPU), END_FILE=f (all end in the step in which rank 0 finds it)
-//   FAULT=throw|exit|segfault|abort|terminate|kill|config|fade|skip|nap|shape|dtype|kind, FAULT_RANK=r, FAULT_STEP=s
+//   FAULT=throw|torch|exit|segfault|abort|terminate|kill|config|fade|skip|nap|shape|dtype|kind, FAULT_RANK=r, FAULT_STEP=s
 //   (otherwise when SIGUSR1 comes), SLOW_RANK=r (80 ms more a step from SLOW_STEP on), BUSY_SECONDS=x (rank 0 is busy for so
 //   long, in step 3), SKEW_RANK=r (another configuration) ABSENT_RANK=r (never comes), TWICE_RANK=r (says it is rank 0)
 //   DEBUG_MODE=1 (compare fingerprints; each step then has a collective with one element more)
@@ -43,6 +43,7 @@ volatile std::sig_atomic_t asked_to_go_wrong = 0;
 void go_wrong(const std::string& fault) {
   std::printf("about to %s\n", fault.c_str());
   if (fault == "throw") throw std::runtime_error("sample 42 is broken");
+  if (fault == "torch") C10_THROW_ERROR(ValueError, "libtorch has a stack");
   if (fault == "config") bonfire::fail_config("key 'x' is 7");
   if (fault == "exit") std::_Exit(9);
   if (fault == "segfault") *static_cast<volatile int*>(nullptr) = 1;

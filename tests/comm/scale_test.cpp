@@ -5,20 +5,26 @@
 #include <barrier>
 #include <exception>
 #include <iostream>
+#include <map>
 #include <mutex>
 #include <numeric>
+#include <regex>
+#include <set>
 #include <thread>
 
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "bonfire/base/error.h"
 #include "bonfire/comm/beats.h"
 #include "bonfire/comm/gpu_sharing.h"
+#include "bonfire/comm/mesh.h"
 #include "bonfire/comm/rendezvous.h"
 #include "bonfire/comm/token_store.h"
+#include "bonfire/comm/world.h"
 
-namespace bonfire {
+namespace bonfire::scale_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -60,10 +66,73 @@ Progress progress_of(int size) {
   return progress;
 }
 
+// A store that knows the keys it was given.
+class Listing : public c10d::HashStore {
+ public:
+  using c10d::HashStore::compareSet;
+  using c10d::HashStore::set;
+  void set(const std::string& key, const std::vector<std::uint8_t>& value) override {
+    note(key);
+    c10d::HashStore::set(key, value);
+  }
+  std::int64_t add(const std::string& key, std::int64_t value) override {
+    note(key);
+    return c10d::HashStore::add(key, value);
+  }
+  std::vector<std::uint8_t> compareSet(const std::string& key, const std::vector<std::uint8_t>& expected,
+                                       const std::vector<std::uint8_t>& desired) override {
+    note(key);
+    return c10d::HashStore::compareSet(key, expected, desired);
+  }
+  std::set<std::string> keys() {
+    const std::lock_guard lock(mutex_);
+    return keys_;
+  }
+
+ private:
+  void note(const std::string& key) {
+    const std::lock_guard lock(mutex_);
+    keys_.insert(key);
+  }
+  std::mutex mutex_;
+  std::set<std::string> keys_;
+};
+
+// What a World of so many ranks calls its groups in the store: all, and the axes of a mesh with every second rank in one.
+std::set<std::string> keys_of_groups(int size) {
+  const auto store = c10::make_intrusive<Listing>();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] {
+      const World world = World::from_store(store, rank, size, {});
+      const Mesh mesh = world.mesh({.replicate = size / 2, .shard = 2});
+      for (const Axis axis : {Axis::replicate, Axis::shard}) mesh.group(axis).barrier().wait();
+      world.group().barrier().wait();
+    });
+  for (std::thread& thread : threads) thread.join();
+  return store->keys();
+}
+
+// However many members a group has, a key names them by a hash: N keys of N members' numbers each would be N squared.
+TEST(Keys, OfAGroupAreAsLongForManyMembersAsForFew) {
+  const auto begins = [](const std::string& key) { return key.starts_with("group "); };
+  std::map<int, std::set<std::size_t>> lengths;
+  for (const int size : {4, 16}) {
+    for (const std::string& key : keys_of_groups(size)) {
+      if (!begins(key)) continue;
+      const std::string name = key.substr(0, key.find('/'));
+      lengths[size].insert(name.size());
+      EXPECT_TRUE(std::regex_match(name, std::regex("group [a-z ]* [0-9a-f]{16}"))) << key;
+    }
+  }
+  EXPECT_EQ(lengths[4], lengths[16]);
+  EXPECT_TRUE(lengths[16].contains(kGroup.size())) << "what is counted below has another length";
+}
+
 // N ranks from beginning to end, with the functions that real ranks call. Between two phases all wait for each other, so
 // that each can be counted apart.
 Costs run(int size) {
-  StoreServer server({.token = "t", .log = Log::silent(), .most_strangers = 2 * size, .stranger_patience = 10min});
+  StoreServer server({.token = "t", .log = Log::silent()});
   Costs costs;
   StoreTraffic before;
   const auto counted = [&](Cost& cost) {
@@ -183,6 +252,29 @@ Costs predicted(std::int64_t n, std::int64_t words, std::int64_t groups) {
   return costs;
 }
 
+// Whoever has begun is not asked for again, although another one never comes.
+TEST(Beats, AskOneByOneOnlyForThoseWhoHaveNotBegun) {
+  constexpr int kSize = 64;
+  StoreServer server({.token = "t", .log = Log::silent()});
+  const auto client = std::make_shared<StoreClient>(StoreClientOptions{.server = server.endpoint(), .token = "t"});
+  const auto store = c10::make_intrusive<TokenStore>(client);
+  for (int rank = 0; rank < kSize - 2; ++rank) Beats(*store, rank, kSize, 0).publish({});
+  Beats watcher(*store, 0, kSize, 0);
+  const auto requests = [&] {
+    const std::int64_t before = server.traffic().requests;
+    watcher.look(now_ns());
+    return server.traffic().requests - before;
+  };
+  EXPECT_EQ(requests(), 1 + kSize + 1);
+  EXPECT_EQ(requests(), 1 + 2 + 1);  // are both there? is each? and what do the others say?
+  Beats(*store, kSize - 1, kSize, 0).publish({});
+  EXPECT_EQ(requests(), 1 + 2 + 1);
+  EXPECT_EQ(requests(), 1 + 1);
+  Beats(*store, kSize - 2, kSize, 0).publish({});
+  EXPECT_EQ(requests(), 1 + 1);
+  EXPECT_EQ(requests(), 1);
+}
+
 class Scale : public ::testing::TestWithParam<int> {};
 
 TEST_P(Scale, StartAndSupervisionCostWhatTheFormulaSays) {
@@ -210,4 +302,4 @@ INSTANTIATE_TEST_SUITE_P(Ranks, Scale, ::testing::Values(64, 256, 1024),
                          [](const auto& info) { return std::to_string(info.param); });
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::scale_test

@@ -18,7 +18,7 @@
 #include "tests/comm/child.h"
 #include "tests/support/thrown.h"
 
-namespace bonfire {
+namespace bonfire::secret_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -227,6 +227,30 @@ TEST(JobToken, AKeyThatOthersMayReadIsRefused) {
   EXPECT_EQ(job_token(variables, "job"), token);
 }
 
+// Whatever the umask lets others see.
+TEST(JobToken, TheFolderOfTheKeyIsTheUsersAlone) {
+  const Folder home;
+  const mode_t before = umask(0);
+  job_token({{"HOME", home.path()}}, "job");
+  umask(before);
+  struct stat state {};
+  ASSERT_EQ(stat((home.path() + "/.config/bonfire").c_str(), &state), 0);
+  EXPECT_EQ(state.st_mode & 07777, 0700u);
+}
+
+TEST(JobToken, AKeyOfSomebodyElseIsRefused) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can give a file away";
+  const Folder home;
+  const Variables variables = {{"HOME", home.path()}};
+  const std::string token = job_token(variables, "job"), file = home.path() + "/.config/bonfire/key";
+  ASSERT_EQ(chown(file.c_str(), 65534, 65534), 0);
+  const std::string error = thrown<ConfigError>([&] { job_token(variables, "job"); });
+  EXPECT_NE(error.find(file), std::string::npos) << error;
+  EXPECT_NE(error.find("belongs to user 65534"), std::string::npos) << error;
+  ASSERT_EQ(chown(file.c_str(), 0, 0), 0);
+  EXPECT_EQ(job_token(variables, "job"), token);
+}
+
 TEST(JobToken, WhatHoldsNoKeyIsNamed) {
   const Folder home;
   const Variables variables = {{"HOME", home.path()}};
@@ -240,4 +264,4 @@ TEST(JobToken, WhatHoldsNoKeyIsNamed) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::secret_test

@@ -14,7 +14,7 @@
 #include "bonfire/base/random.h"
 #include "tests/comm/child.h"
 
-namespace bonfire {
+namespace bonfire::stop_vote_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -46,7 +46,9 @@ struct Ranks {
   Ranks(int size, std::chrono::milliseconds patience) : meeting(size) {
     for (int rank = 0; rank < size; ++rank)
       votes.push_back(std::make_unique<StopVote>(
-          *store, StopVote::Options{.rank = rank, .size = size, .patience = patience, .log = Log::silent()}));
+          *store,
+          StopVote::Options{
+              .rank = rank, .size = size, .patience = patience, .failed = [this] { ++failed; }, .log = Log::silent()}));
   }
   // Steps until the vote says so.
   void run(int rank) {
@@ -62,6 +64,7 @@ struct Ranks {
 
   c10::intrusive_ptr<c10d::HashStore> store = c10::make_intrusive<c10d::HashStore>();
   Meeting meeting;
+  std::atomic<int> failed{0};  // votes
   std::vector<std::unique_ptr<StopVote>> votes;
   std::array<std::atomic<std::int64_t>, 4> last{};  // steps; 0: it goes on
   std::atomic<std::int64_t> steps{0};
@@ -94,6 +97,7 @@ TEST(StopVote, WhereNotAllAreAskedTheRunGoesOn) {
   const std::int64_t before = ranks.steps;
   EXPECT_TRUE(test::eventually([&] { return ranks.steps > before + 10; }));
   EXPECT_EQ(ranks.last[0] + ranks.last[1], 0);
+  EXPECT_EQ(ranks.failed, 1) << "the rank that was asked hears of it";
   // Now both are, by somebody who has time: a vote may fail once more.
   EXPECT_TRUE(test::eventually([&] {
     ranks.votes[0]->ask();
@@ -106,4 +110,4 @@ TEST(StopVote, WhereNotAllAreAskedTheRunGoesOn) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::stop_vote_test

@@ -14,7 +14,7 @@
 #include "bonfire/comm/recorder.h"
 #include "tests/support/ranks.h"
 
-namespace bonfire {
+namespace bonfire::transfer_test {
 namespace {
 
 using testing::run_ranks;
@@ -189,4 +189,4 @@ TEST(Transfer, DebugModeComparesAllOfThem) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::transfer_test

@@ -13,7 +13,7 @@
 #include "bonfire/comm/gpu_sharing.h"
 #include "bonfire/comm/rendezvous.h"
 
-namespace bonfire {
+namespace bonfire::watchdog_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -59,6 +59,30 @@ TEST(Stall, ASilentRankIsNamedEvenWhereItIsBusy) {
   ranks[2].progress.finished = true;
   ranks[2].progress.lanes[0].collective = {18, 18, CollectiveKind::all_reduce, 1};
   EXPECT_FALSE(find_stall(ranks, kLimits));
+}
+
+// What somebody held a rank for is nobody's fault: not its own, nor of those who wait further down.
+TEST(Stall, TimeInWhichARankWasHeldDoesNotCount) {
+  std::vector<Observed> ranks = {rank_in(lane(18, 17, 50)), rank_in(lane(18, 17, 50)), rank_in(lane(17, 16, 50))};
+  ASSERT_TRUE(find_stall(ranks, kLimits));
+  for (const std::size_t held : {0u, 1u, 2u}) {
+    std::vector<Observed> some = ranks;
+    for (const double free : {0.0, 9.9}) {
+      some[held].free = free;
+      EXPECT_FALSE(find_stall(some, kLimits)) << held << " " << free;
+    }
+    some[held].free = 10.1;
+    EXPECT_EQ(find_stall(some, kLimits), find_stall(ranks, kLimits)) << held;
+  }
+  ranks[2].silent = 50;
+  ranks[2].free = 29;
+  EXPECT_FALSE(find_stall(ranks, {.silent = 30, .behind = 0}));
+  ranks[2].free = 31;
+  EXPECT_TRUE(find_stall(ranks, {.silent = 30, .behind = 0}));
+  // Another one's silence is not excused by it.
+  ranks[2].free = 0;
+  ranks[1].silent = 31;
+  EXPECT_TRUE(find_stall(ranks, {.silent = 30, .behind = 0}));
 }
 
 // 0 waits for 1 in one group, and 1 for 2 in another: 2 is the reason.
@@ -142,6 +166,28 @@ TEST(Straggler, IsTheSlowestByItsOwnTime) {
   EXPECT_TRUE(find_straggler(ranks, 1.5));
   ranks[0].step = -1;
   EXPECT_FALSE(find_straggler(ranks, 1.5));
+}
+
+// Not who is slow in one step, but who is step after step; and then once.
+TEST(Straggler, IsNamedOnceAfterManyStepsInARow) {
+  StragglerWatch watch(2);
+  std::vector<Progress> ranks(3);
+  const auto step = [&](std::int64_t number, std::size_t slow) {
+    for (Progress& rank : ranks) rank.step = number, rank.own_seconds = 0.1;
+    if (slow < ranks.size()) ranks[slow].own_seconds = 1;
+    return watch.look(ranks);
+  };
+  std::int64_t number = 0;
+  for (int i = 0; i < 30; ++i) EXPECT_FALSE(step(++number, 9)) << "all are alike";
+  for (int i = 0; i < 30; ++i) EXPECT_FALSE(step(++number, static_cast<std::size_t>(i) % 3)) << "another one each time";
+  for (int i = 0; i < kStragglerSteps - 1; ++i) EXPECT_FALSE(step(++number, 1));
+  EXPECT_FALSE(step(number, 1)) << "a step is counted once, however often somebody looks";
+  EXPECT_FALSE(step(++number, 9)) << "it was not, once";
+  for (int i = 0; i < kStragglerSteps - 1; ++i) EXPECT_FALSE(step(++number, 1));
+  const auto named = step(++number, 1);
+  ASSERT_TRUE(named);
+  EXPECT_EQ(named->rank, 1);
+  for (int i = 0; i < 30; ++i) EXPECT_FALSE(step(++number, 1)) << "it was said";
 }
 
 TEST(Progress, TravelsWholeAndGarbageDoesNot) {
@@ -318,6 +364,34 @@ TEST(Progress, OwnTimeIsWithoutWaiting) {
   EXPECT_LE(progress.own_seconds, progress.step_seconds - 0.05);
 }
 
+// What others wait for a busy rank counts as little when it is done as before.
+TEST(Watchdog, ARankThatWasBusyHasAllOfItsTimeAfterwards) {
+  constexpr auto limit = 1s;
+  using Clock = std::chrono::steady_clock;
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto board = std::make_shared<ProgressBoard>();
+  board->lane("world", {0, 1}).begin(1, CollectiveKind::all_reduce);
+  std::promise<Clock::time_point> stalled;
+  const Watchdog watchdog(store, board,
+                          {.size = 2,
+                           .limits = {.silent = 600, .behind = 1},
+                           .interval = 10ms,
+                           .on_stall = [&](const std::string&) { stalled.set_value(Clock::now()); },
+                           .log = Log::silent()});
+  Beats other(*store, 1, 2, 0);
+  Progress progress;
+  progress.lanes = {Progress::Lane{.group = "world", .ranks = std::vector<int>{0, 1}}};
+  progress.busy = "checkpoint";
+  for (const auto until = Clock::now() + 2 * limit; Clock::now() < until; std::this_thread::sleep_for(10ms))
+    other.publish(progress);
+  const auto done = Clock::now();
+  progress.busy.clear();
+  other.publish(progress);
+  auto stall = stalled.get_future();
+  ASSERT_EQ(stall.wait_for(60s), std::future_status::ready);
+  EXPECT_GE(stall.get() - done, limit);
+}
+
 // Ranks as threads over one store.
 struct Ranks {
   c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
@@ -418,4 +492,4 @@ TEST(Limits, ComeFromTheEnvironment) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::watchdog_test

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <utility>
 
 #include <ATen/ATen.h>
 
@@ -84,9 +85,11 @@ void expect_sums_are_rounded_once(const KernelCheck& check) {
     product_into(into, large, large.t().narrow(1, 0, 1).expand({256, 5}), Writing::overwrite);
     expect_all(into, 256.0 * 200 * 200, "a large product in fp32");
   }
-  // The embedding: into a gradient of its own, and into one that is there already, narrow or not.
-  for (const auto type : {check.type, at::kFloat}) {
-    const Tensor tokens = at::zeros({4096}, options.dtype(at::kLong)), weight = ones({2, columns});
+  // The embedding: into a gradient of its own, and into one that is there already, where either may be narrow.
+  for (const auto& [rows_type, type] :
+       {std::pair{check.type, check.type}, {check.type, at::kFloat}, {at::kFloat, check.type}}) {
+    const Tensor tokens = at::zeros({4096}, options.dtype(at::kLong));
+    const Tensor weight = at::ones({2, columns}, options.dtype(rows_type)).set_requires_grad(true);
     const Tensor out = bonfire::embedding(weight, tokens);
     out.backward(at::ones_like(out));
     expect_all(weight.grad()[0], 4096, "the embedding");

@@ -51,14 +51,15 @@ struct Feed {
     return sum;
   }
 
-  Tensors fused(const Tensors& t) const {
-    auto up = options(t[4]), down = options(t[6]);
-    up.activation = activation;
-    const auto [wide, stream, active] = normed_linear(t[0], {.weight = t[1], .bias = centered ? t[2] : Tensor()}, t[3], up);
-    down.residual = stream;
-    down.active = active;
-    return {activated_linear(wide, activation, t[5], down) + unused(t)};
+  FeedForwardParts all(const Tensors& t) const {
+    return {.norm = {.weight = t[1], .bias = centered ? t[2] : Tensor()},
+            .up = t[3],
+            .up_options = options(t[4]),
+            .activation = activation,
+            .down = t[5],
+            .down_options = options(t[6])};
   }
+  Tensors fused(const Tensors& t) const { return {feed_forward(t[0], all(t)).out + unused(t)}; }
   Tensors parts(const Tensors& t) const {
     const auto [norm, stream] = centered ? layer_norm_stream(t[0], t[1], t[2], {}) : rms_norm_stream(t[0], {}, t[1], {});
     const Tensor wide = bonfire::linear(norm, t[3], options(t[4]));

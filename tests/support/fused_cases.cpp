@@ -36,9 +36,14 @@ Tensors chain_inputs() {
 
 Tensors chain(const Tensors& t) {
   const Tensor first = bonfire::linear(t[0], t[1], {.bias = t[2]});
-  const auto [wide, stream, none] = normed_linear(first, {.weight = t[3], .bias = t[4]}, t[5], {.bias = t[6]});
-  const Tensor second = activated_linear(wide, Activation::gelu, t[7], {.bias = t[8], .residual = stream});
-  const auto [qkv, rest, nothing] = normed_linear(second, {.weight = t[9], .bias = t[10]}, t[11], {.bias = t[12]});
+  const Tensor second = feed_forward(first, {.norm = {.weight = t[3], .bias = t[4]},
+                                             .up = t[5],
+                                             .up_options = {.bias = t[6]},
+                                             .activation = Activation::gelu,
+                                             .down = t[7],
+                                             .down_options = {.bias = t[8]}})
+                            .out;
+  const auto [qkv, rest] = normed_linear(second, {.weight = t[9], .bias = t[10]}, t[11], {.bias = t[12]});
   const auto [q, k, v] = split_qkv(qkv, {.heads = 4, .kv_heads = 2});
   const Tensor third = bonfire::linear(rest, t[13], {.bias = t[14]});
   return {q, k, v, bonfire::layer_norm(third, t[3], t[4], {})};
@@ -105,7 +110,7 @@ void expect_fused_products_follow(const KernelCheck& check) {
       expect_follows([&](const Tensors& t) { return feed.fused(t); }, [&](const Tensors& t) { return feed.reference(t); },
                      all, check);
     const auto bias = [&](const Tensors& t, std::size_t at) { return feed.biased ? t[at] : Tensor(); };
-    Tensors first{all[0], all[3], all[1]}, second{all[0], all[5], all[6]};
+    Tensors first{all[0], all[3], all[1]};
     if (feed.biased) first.push_back(all[4]);
     if (feed.centered) first.push_back(all[2]);
     expect_follows(
@@ -119,18 +124,23 @@ void expect_fused_products_follow(const KernelCheck& check) {
           return Tensors{feed.biased ? out + t[3] : out, t[0] * 1};
         },
         first, check);
-    second[0] = at::randn({2, feed.rows, all[3].size(0)});
-    if (!feed.biased) second.pop_back();
-    second.push_back(at::randn({2, feed.rows, feed.dim}));
+    // Without a norm, and with the stream apart from the result: products in a row round as often as those of a norm's.
+    if (narrow) continue;
     expect_follows(
         [&](const Tensors& t) {
-          return Tensors{activated_linear(t[0], feed.activation, t[1], {.bias = bias(t, 2), .residual = t.back()})};
+          auto parts = feed.all(t);
+          parts.norm = {};
+          parts.residual = false;
+          const auto [out, stream] = feed_forward(t[0], parts);
+          return Tensors{out + feed.unused(t) + (t[1] * 0).sum() + (t[2] * 0).sum(), stream};
         },
         [&](const Tensors& t) {
-          const Tensor out = at::linear(activated(t[0], feed.activation), t[1]) + t.back();
-          return Tensors{feed.biased ? out + t[2] : out};
+          const auto bias = [&](std::size_t at) { return feed.biased ? t[at] : t[at] * 0; };
+          const Tensor wide = at::linear(t[0], t[3]) + bias(4);
+          return Tensors{at::linear(activated(wide, feed.activation), t[5]) + bias(6) + (t[1] * 0).sum() + (t[2] * 0).sum(),
+                         t[0] * 1};
         },
-        second, check);
+        all, check);
   }
   for (const auto& [rows, columns] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {3, 40}, {1000, 33}, {777, 264}}) {
     const Tensor x = at::randn({rows, columns}).to(check.device, check.type);

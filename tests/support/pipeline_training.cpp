@@ -12,6 +12,7 @@
 #include "bonfire/models/model.h"
 #include "bonfire/optim/grad_scaler.h"
 #include "bonfire/optim/optimizer.h"
+#include "bonfire/plan/activations.h"
 #include "bonfire/schedule/generate.h"
 #include "tests/support/tiny_training.h"
 
@@ -48,7 +49,8 @@ std::vector<Microbatch> batch_of(const PipelineRun& run, int step, int data_rank
 }  // namespace
 
 Chain chain_of_model(const plan::ModelSpec& spec, const ChainOptions& options) {
-  const auto description = plan::describe(spec);
+  auto description = plan::describe(spec);
+  plan::recompute(description, options.recompute);
   Chain chain{.units = plan::chain_of(description)};
   chain.build = [description, options](UnitRange units) {
     auto model = build_model(plan::part_of(description, units.begin, units.end),
@@ -75,20 +77,10 @@ PipelineOutcome train_pipeline(const World& world, const PipelineRun& run) {
   options.shard.precision.parameters = run.compute;
   options.shard.precision.scaled_loss = run.scaled;
   options.shard.buckets = {.bucket_bytes = 4096, .first_bucket_bytes = 512};
-  Pipeline pipeline(mesh, chain_of_model(run.spec, {.dtype = run.dtype, .device = world.device()}), options);
+  Pipeline pipeline(
+      mesh, chain_of_model(run.spec, {.dtype = run.dtype, .device = world.device(), .recompute = run.recompute}), options);
 
-  std::vector<std::unique_ptr<AdamW>> optimizers;
-  std::vector<Optimizer*> together;
-  std::map<const Engine*, int> stage_of;
-  for (const int stage : pipeline.local_stages()) {
-    optimizers.push_back(std::make_unique<AdamW>(pipeline.engine(stage), AdamOptions{.lr = lr, .weight_decay = decay}));
-    together.push_back(optimizers.back().get());
-    stage_of[&pipeline.engine(stage)] = stage;
-  }
-  const ModelParts parts{.ranks = mesh.group(Axis::pipeline),
-                         .is_copy = [&](const Engine& engine, const FlatParameter& flat) {
-                           return pipeline.is_copy(stage_of.at(&engine), flat);
-                         }};
+  AdamW optimizer(pipeline, {.lr = lr, .weight_decay = decay});
   GradScaler scaler({.scale = 128});
   const auto& data = mesh.group(Axis::data);
   PipelineOutcome outcome;
@@ -96,7 +88,7 @@ PipelineOutcome train_pipeline(const World& world, const PipelineRun& run) {
   for (int step = 0; step < run.steps; ++step) {
     batch = batch_of(run, step, mesh.coordinate(Axis::data), world.device());
     const auto report = pipeline.step(batch, {.loss_scale = run.scaled ? scaler.scale() : 1});
-    Optimizer::step_together(together, {.clip = run.clip, .scaler = run.scaled ? &scaler : nullptr}, parts);
+    optimizer.step({.clip = run.clip, .scaler = run.scaled ? &scaler : nullptr});
     outcome.losses.push_back(data.sum(report.loss) / data.size());
   }
   outcome.peak_activations = pipeline.peak_activations();

@@ -17,6 +17,7 @@ namespace bonfire::testing {
 struct ChainOptions {
   at::ScalarType dtype = at::kDouble;
   at::Device device = at::kCPU;
+  plan::Recompute recompute = plan::Recompute::none;
 };
 // One of our models as a chain of Units.
 Chain chain_of_model(const plan::ModelSpec& spec, const ChainOptions& options);
@@ -34,6 +35,7 @@ struct PipelineRun {
   std::optional<at::ScalarType> compute{};
   bool scaled = false;
   ShardOptions shard{};
+  plan::Recompute recompute = plan::Recompute::none;
   std::optional<schedule::Schedule> table{};  // instead of `schedule`
 };
 

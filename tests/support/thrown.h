@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include <gtest/gtest.h>
+
 namespace bonfire::testing {
 
 // What an exception of this type says that `action` throws; empty where it throws none. Others pass.
@@ -13,6 +15,10 @@ std::string thrown(const Action& action) {
     return error.what();
   }
   return {};
+}
+
+inline void expect_part(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << text;
 }
 
 }  // namespace bonfire::testing

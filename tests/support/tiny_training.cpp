@@ -5,6 +5,7 @@
 #include "bonfire/models/model.h"
 #include "bonfire/optim/grad_scaler.h"
 #include "bonfire/optim/optimizer.h"
+#include "bonfire/plan/activations.h"
 #include "bonfire/shard/engine.h"
 
 namespace bonfire::testing {
@@ -75,7 +76,9 @@ std::pair<at::Tensor, at::Tensor> tiny_data(const plan::ModelSpec& spec, int ste
 }
 
 TinyOutcome train_tiny(const World& world, const TinyRun& run) {
-  auto model = build_model(run.spec, {.seed = 5, .dtype = run.dtype, .device = world.device()});
+  auto description = plan::describe(run.spec);
+  plan::recompute(description, run.recompute, run.recompute_every);
+  auto model = build_model(std::move(description), {.seed = 5, .dtype = run.dtype, .device = world.device()});
   const int ranks = world.size();
   if (run.frozen) {
     bool even = true;

@@ -35,6 +35,8 @@ struct TinyRun {
   bool scaled = false;  // with a gradient scaler
   bool frozen = false;  // every second parameter
   int factor = 1;       // the sharding factor; must divide the ranks
+  plan::Recompute recompute = plan::Recompute::none;
+  int recompute_every = 1;
   ShardOptions options{};
 };
 
