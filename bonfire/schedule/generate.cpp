@@ -7,7 +7,7 @@
 #include <fmt/ranges.h>
 
 #include "bonfire/base/error.h"
-#include "bonfire/schedule/passes.h"
+#include "bonfire/schedule/lowering.h"
 
 namespace bonfire::schedule {
 namespace {

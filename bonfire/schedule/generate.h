@@ -15,7 +15,7 @@ struct Shape {
   int chunks = 1;        // stages per rank
 };
 
-// Each returns the computation and the updates of one step; passes.h adds the rest. Throws ConfigError, saying what is
+// Each returns the computation and the updates of one step; lowering.h adds the rest. Throws ConfigError, saying what is
 // allowed, where the schedule does not exist for the shape. docs/schedules.md shows them all.
 BONFIRE_API Schedule naive(Shape shape);        // one microbatch, one stage at a time: plain model parallelism
 BONFIRE_API Schedule gpipe(Shape shape);        // all forwards, then all backwards

@@ -26,7 +26,7 @@ Index::Index(const Schedule& schedule)
     for (std::int32_t at = 0; at < static_cast<std::int32_t>(row.size()); ++at) {
       const Action& action = row[static_cast<std::size_t>(at)];
       if (!has_microbatch(action.kind) || action.kind == Kind::tie) continue;
-      Cell& cell = cells_[slot(action.kind, action.stage, action.microbatch)];
+      Position& cell = cells_[slot(action.kind, action.stage, action.microbatch)];
       if (cell)
         repeated_.push_back({rank, at});
       else

@@ -189,7 +189,7 @@ std::string table_text(const Schedule& schedule, const Timeline& timeline, TextO
   return grid.text(rank_labels(schedule.ranks()), options.width);
 }
 
-std::string marked_table(const Schedule& schedule, Cell cell) {
+std::string marked_table(const Schedule& schedule, Position cell) {
   constexpr std::int32_t kRanksAround = 4, kCellsAround = 6;
   const std::int32_t first = std::max(0, cell.rank - kRanksAround);
   const std::int32_t last = std::min(schedule.ranks() - 1, cell.rank + kRanksAround);
@@ -208,7 +208,7 @@ std::string marked_table(const Schedule& schedule, Cell cell) {
     for (std::int32_t rank = first; rank <= last; ++rank) {
       const auto& row = schedule.rows[static_cast<std::size_t>(rank)];
       std::string text = at < static_cast<std::int32_t>(row.size()) ? to_text(row[static_cast<std::size_t>(at)]) : "";
-      column.push_back(Cell{rank, at} == cell ? "[" + text + "]" : text);
+      column.push_back(Position{rank, at} == cell ? "[" + text + "]" : text);
     }
     grid.add_column(std::move(column));
   }

@@ -32,6 +32,6 @@ struct TextOptions {
 BONFIRE_API std::string table_text(const Schedule& schedule, const Timeline& timeline, TextOptions options = {});
 
 // The neighbourhood of a cell, which is set in brackets.
-BONFIRE_API std::string marked_table(const Schedule& schedule, Cell cell);
+BONFIRE_API std::string marked_table(const Schedule& schedule, Position cell);
 
 }  // namespace bonfire::schedule

@@ -8,7 +8,7 @@
 namespace bonfire::schedule {
 
 Costs::Costs(const StageCosts& stage, double message_seconds)
-    : message([message_seconds](const Message&) { return message_seconds; }) {
+    : message([message_seconds](const Delivery&) { return message_seconds; }) {
   std::array<double, kKinds> seconds{};
   const auto set = [&](Kind kind, double value) { seconds[static_cast<std::size_t>(kind)] = value; };
   set(Kind::forward, stage.forward);

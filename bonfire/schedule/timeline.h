@@ -9,7 +9,7 @@
 namespace bonfire::schedule {
 
 // From one rank to another; `action` is the send, also where the table leaves sends out.
-struct Message {
+struct Delivery {
   std::int32_t from = 0;
   std::int32_t to = 0;
   Action action;
@@ -32,8 +32,8 @@ struct Costs {
   Costs() : Costs(StageCosts{}) {}
   BONFIRE_API Costs(const StageCosts& stage, double message_seconds = 0);  // NOLINT: the same for all is a way to say it
 
-  std::function<double(const Action&)> action;    // computations and collectives; of other kinds it is not asked
-  std::function<double(const Message&)> message;  // the time on the wire
+  std::function<double(const Action&)> action;     // computations and collectives; of other kinds it is not asked
+  std::function<double(const Delivery&)> message;  // the time on the wire
 };
 
 struct Span {
@@ -48,7 +48,7 @@ struct Timeline {
   std::vector<double> busy;              // per rank: seconds of computation
   std::vector<int> peak_activations;     // per rank
   std::vector<std::vector<Span>> cells;  // per rank, as in its row
-  std::vector<Message> messages;
+  std::vector<Delivery> messages;
   std::vector<Span> message_spans;  // of each message
 
   // From the start of the rank's first cell that takes time to the end of its last: what a step costs where the next one may

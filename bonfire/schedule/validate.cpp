@@ -39,12 +39,12 @@ class Checker {
 
  private:
   template <class... Args>
-  [[noreturn]] void problem(Cell cell, fmt::format_string<Args...> format, Args&&... args) const {
+  [[noreturn]] void problem(Position cell, fmt::format_string<Args...> format, Args&&... args) const {
     throw Problem{cell, fmt::format("rank {}, cell {}, '{}': {}", cell.rank, cell.at, to_text(schedule_.at(cell)),
                                     fmt::format(format, std::forward<Args>(args)...))};
   }
 
-  template <class Visit>  // visit(Cell, const Action&)
+  template <class Visit>  // visit(Position, const Action&)
   void each_cell(Visit visit) const {
     for (std::int32_t rank = 0; rank < schedule_.ranks(); ++rank) each_cell_of(rank, visit);
   }
@@ -52,14 +52,14 @@ class Checker {
   void each_cell_of(std::int32_t rank, Visit visit) const {
     const auto& row = schedule_.rows[static_cast<std::size_t>(rank)];
     for (std::int32_t at = 0; at < static_cast<std::int32_t>(row.size()); ++at)
-      visit(Cell{rank, at}, row[static_cast<std::size_t>(at)]);
+      visit(Position{rank, at}, row[static_cast<std::size_t>(at)]);
   }
 
   static bool is_step(Kind kind) { return is_compute(kind) && kind != Kind::update; }
 
   void check_numbers() const {
     std::int64_t forwards = 0;
-    each_cell([&](Cell cell, const Action& action) {
+    each_cell([&](Position cell, const Action& action) {
       if (action.stage < 0 || action.stage >= schedule_.stages)
         problem(cell, "stage {}; allowed: 0 to {}", action.stage, schedule_.stages - 1);
       if (has_microbatch(action.kind) && action.kind != Kind::tie &&
@@ -82,7 +82,7 @@ class Checker {
     const auto key = [&](std::int64_t stage, std::int64_t microbatch) {
       return stage * schedule_.microbatches + microbatch;
     };
-    each_cell([&](Cell, const Action& action) {
+    each_cell([&](Position, const Action& action) {
       if (action.kind == Kind::forward) seen.insert(key(action.stage, action.microbatch));
     });
     for (int microbatch = 0; microbatch < schedule_.microbatches; ++microbatch) {
@@ -90,9 +90,9 @@ class Checker {
         if (seen.contains(key(stage, microbatch))) continue;
         const Action missing{stage, Kind::forward, microbatch};
         // The cell to look at: one that speaks of the missing one, or one of its stage, or of its microbatch.
-        Cell nearest{0, 0};
+        Position nearest{0, 0};
         int best = 0;
-        each_cell([&](Cell cell, const Action& action) {
+        each_cell([&](Position cell, const Action& action) {
           const int score = 2 * (action.stage == stage) + (action.microbatch == microbatch);
           if (score > best) {
             best = score;
@@ -109,15 +109,16 @@ class Checker {
 
   void check_once(const Index& index) const {
     if (!index.repeated().empty()) {
-      const Cell again = index.repeated().front();
+      const Position again = index.repeated().front();
       const Action& action = schedule_.at(again);
-      const Cell first = index.find(action.kind, action.stage, action.microbatch);
+      const Position first = index.find(action.kind, action.stage, action.microbatch);
       problem(again, "it comes a second time; the first is on rank {}, cell {}", first.rank, first.at);
     }
     for (int stage = 0; stage < schedule_.stages; ++stage) {
       for (int i = 0; i < schedule_.microbatches; ++i) {
-        const Cell forward = index.find(Kind::forward, stage, i), whole = index.find(Kind::backward, stage, i);
-        const Cell input = index.find(Kind::input_gradient, stage, i), weight = index.find(Kind::weight_gradient, stage, i);
+        const Position forward = index.find(Kind::forward, stage, i), whole = index.find(Kind::backward, stage, i);
+        const Position input = index.find(Kind::input_gradient, stage, i),
+                       weight = index.find(Kind::weight_gradient, stage, i);
         if (!forward) report_missing_forward();
         if (whole && (input || weight))
           problem(input ? input : weight, "the backward is already whole in '{}'", to_text(schedule_.at(whole)));
@@ -125,11 +126,12 @@ class Checker {
         if (weight && !input) problem(weight, "'{}' is missing", to_text({stage, Kind::input_gradient, i}));
         if (contents_.backward && !whole && !input)
           problem(forward, "its backward '{}' is missing", to_text({stage, Kind::backward, i}));
-        for (const Cell backward : {whole, input, weight}) {
+        for (const Position backward : {whole, input, weight}) {
           if (backward && backward.rank != forward.rank)
             problem(backward, "its activation is on rank {}, which ran '{}'", forward.rank, to_text(schedule_.at(forward)));
         }
-        if (const Cell first = index.find(Kind::forward, stage, 0); limits_.one_rank_per_stage && forward.rank != first.rank)
+        if (const Position first = index.find(Kind::forward, stage, 0);
+            limits_.one_rank_per_stage && forward.rank != first.rank)
           problem(forward, "stage {} is on rank {} for microbatch 0; allowed: one rank for all microbatches of a stage",
                   stage, first.rank);
       }
@@ -138,8 +140,8 @@ class Checker {
 
   // Within a rank; between ranks the clock sees it.
   void check_order(const Index& index) const {
-    each_cell([&](Cell cell, const Action& action) {
-      const auto after = [&](Cell earlier) {
+    each_cell([&](Position cell, const Action& action) {
+      const auto after = [&](Position earlier) {
         if (earlier && earlier.rank == cell.rank && earlier.at > cell.at)
           problem(cell, "it needs '{}', which comes later, in cell {}", to_text(schedule_.at(earlier)), earlier.at);
       };
@@ -156,8 +158,8 @@ class Checker {
   void check_updates() const {
     if (!contents_.updates) return;
     for (std::int32_t rank = 0; rank < schedule_.ranks(); ++rank) {
-      std::map<std::int32_t, Cell> last_step, update;
-      each_cell_of(rank, [&](Cell cell, const Action& action) {
+      std::map<std::int32_t, Position> last_step, update;
+      each_cell_of(rank, [&](Position cell, const Action& action) {
         if (is_step(action.kind)) {
           last_step[action.stage] = cell;
           if (update.contains(action.stage) && !limits_.many_updates)
@@ -177,14 +179,14 @@ class Checker {
   }
 
   void check_messages(const Index& index) const {
-    each_cell([&](Cell cell, const Action& action) {
+    each_cell([&](Position cell, const Action& action) {
       const Kind kind = action.kind;
       const int stage = action.stage, i = action.microbatch;
       if (kind == Kind::forward && stage + 1 < schedule_.stages) {
-        const Cell reader = index.find(Kind::forward, stage + 1, i);
+        const Position reader = index.find(Kind::forward, stage + 1, i);
         check_crossing({cell, reader, {stage, Kind::send_forward, i}, {stage + 1, Kind::receive_forward, i}}, index);
       } else if (makes_input_gradient(kind) && stage > 0) {
-        const Cell reader = index.input_gradient(stage - 1, i);
+        const Position reader = index.input_gradient(stage - 1, i);
         check_crossing({cell, reader, {stage, Kind::send_backward, i}, {stage - 1, Kind::receive_backward, i}}, index);
       } else if (is_message(kind)) {
         // Its two ends: maker and reader.
@@ -192,7 +194,7 @@ class Checker {
         const int other = is_send(kind) == forward ? stage + 1 : stage - 1;
         if (other < 0 || other >= schedule_.stages) problem(cell, "there is no stage {} at the other end", other);
         const auto end = [&](int of) { return forward ? index.find(Kind::forward, of, i) : index.input_gradient(of, i); };
-        const Cell here = end(stage), there = end(other);
+        const Position here = end(stage), there = end(other);
         if (!here || !there) problem(cell, "there is nothing to carry: this table has no such backward");
         if (here.rank == there.rank) problem(cell, "both ends are on rank {}; a message goes to another rank", here.rank);
         if (here.rank != cell.rank)
@@ -202,15 +204,15 @@ class Checker {
   }
 
   struct Crossing {
-    Cell maker, reader;
+    Position maker, reader;
     Action send, receive;
   };
 
   void check_crossing(const Crossing& crossing, const Index& index) const {
     const auto& [maker, reader, send, receive] = crossing;
     if (maker.rank == reader.rank) return;
-    const Cell sent = index.find(send.kind, send.stage, send.microbatch);
-    const Cell received = index.find(receive.kind, receive.stage, receive.microbatch);
+    const Position sent = index.find(send.kind, send.stage, send.microbatch);
+    const Position received = index.find(receive.kind, receive.stage, receive.microbatch);
     if (!sent)
       problem(maker, "the send '{}' is missing: '{}' on rank {} needs it", to_text(send), to_text(schedule_.at(reader)),
               reader.rank);
@@ -229,12 +231,12 @@ class Checker {
       return receive.kind == Kind::receive_forward ? Action{receive.stage - 1, Kind::send_forward, receive.microbatch}
                                                    : Action{receive.stage + 1, Kind::send_backward, receive.microbatch};
     };
-    std::map<std::pair<std::int32_t, std::int32_t>, Cell> last;  // per direction: where the send of the last receive was
-    each_cell([&](Cell cell, const Action& action) {
+    std::map<std::pair<std::int32_t, std::int32_t>, Position> last;  // per direction: where the send of the last receive was
+    each_cell([&](Position cell, const Action& action) {
       if (!is_receive(action.kind)) return;
       const Action send = sender_of(action);
-      const Cell sent = index.find(send.kind, send.stage, send.microbatch);
-      Cell& before = last[{sent.rank, cell.rank}];
+      const Position sent = index.find(send.kind, send.stage, send.microbatch);
+      Position& before = last[{sent.rank, cell.rank}];
       if (before && sent.at < before.at)
         problem(cell, "rank {} sends '{}' before '{}', but here it is received after that", sent.rank, to_text(send),
                 to_text(schedule_.at(before)));
@@ -244,8 +246,8 @@ class Checker {
 
   void check_sharding() const {
     for (std::int32_t rank = 0; rank < schedule_.ranks(); ++rank) {
-      std::map<std::int32_t, Cell> gathered;
-      each_cell_of(rank, [&](Cell cell, const Action& action) {
+      std::map<std::int32_t, Position> gathered;
+      each_cell_of(rank, [&](Position cell, const Action& action) {
         const bool whole = gathered.contains(action.stage);
         if (action.kind == Kind::unshard) {
           if (whole) problem(cell, "stage {} is gathered already, since cell {}", action.stage, gathered[action.stage].at);
@@ -267,9 +269,9 @@ class Checker {
   void check_reductions() const {
     std::map<std::int32_t, std::pair<std::int32_t, int>> counts;  // per stage: a rank and its number of reductions
     for (std::int32_t rank = 0; rank < schedule_.ranks(); ++rank) {
-      std::map<std::int32_t, Cell> unreduced, reduced;
+      std::map<std::int32_t, Position> unreduced, reduced;
       std::map<std::int32_t, int> reductions;
-      each_cell_of(rank, [&](Cell cell, const Action& action) {
+      each_cell_of(rank, [&](Position cell, const Action& action) {
         if (ends_activation(action.kind)) {
           if (limits_.reduces_once && reduced.contains(action.stage))
             problem(
@@ -297,8 +299,8 @@ class Checker {
       for (const auto& [stage, count] : reductions) {
         const auto [other, added] = counts.try_emplace(stage, rank, count);
         if (added || other->second.second == count) continue;
-        Cell cell{rank, 0};
-        each_cell_of(rank, [&, shared = stage](Cell at, const Action& action) {
+        Position cell{rank, 0};
+        each_cell_of(rank, [&, shared = stage](Position at, const Action& action) {
           if (action.stage == shared) cell = at;
         });
         problem(cell, "rank {} reduces stage {} {} times and rank {} {} times; they share it and must agree", rank, stage,
@@ -309,19 +311,19 @@ class Checker {
 
   void check_ties() const {
     struct Member {
-      Cell cell;
+      Position cell;
       int count = 0;
     };
     std::map<std::int32_t, std::map<std::pair<std::int32_t, std::int32_t>, Member>> groups;  // group, then rank and stage
     for (std::int32_t rank = 0; rank < schedule_.ranks(); ++rank) {
       // A rank sums a group once, for all of its stages in it.
       std::map<std::int32_t, std::set<std::int32_t>> groups_of;  // stage: its groups
-      each_cell_of(rank, [&](Cell, const Action& action) {
+      each_cell_of(rank, [&](Position, const Action& action) {
         if (action.kind == Kind::tie) groups_of[action.stage].insert(action.microbatch);
       });
-      std::map<std::int32_t, Cell> summed;  // group: the first of its cells
+      std::map<std::int32_t, Position> summed;  // group: the first of its cells
       std::map<std::int32_t, bool> updated;
-      each_cell_of(rank, [&](Cell cell, const Action& action) {
+      each_cell_of(rank, [&](Position cell, const Action& action) {
         if (action.kind == Kind::tie) {
           if (updated[action.stage] && !limits_.many_updates)
             problem(cell, "it comes after the update of stage {}", action.stage);
@@ -356,7 +358,7 @@ class Checker {
       return std::find(tied[group].begin(), tied[group].end(), stage) != tied[group].end();
     };
     std::set<std::pair<std::int32_t, std::int32_t>> found;
-    each_cell([&](Cell cell, const Action& action) {
+    each_cell([&](Position cell, const Action& action) {
       if (action.kind != Kind::tie) return;
       const auto group = static_cast<std::size_t>(action.microbatch);
       if (tied.empty()) problem(cell, "no weights of the model are tied over several stages");
@@ -366,7 +368,7 @@ class Checker {
                 fmt::join(tied[group], ", "));
       found.emplace(action.stage, action.microbatch);
     });
-    each_cell([&](Cell cell, const Action& action) {
+    each_cell([&](Position cell, const Action& action) {
       if (action.kind != Kind::update) return;
       for (std::size_t group = 0; group < tied.size(); ++group)
         if (const auto number = static_cast<std::int32_t>(group);
@@ -380,9 +382,9 @@ class Checker {
     const Wiring wiring = wire(schedule_, index, Costs());
     const auto cycle = wiring.clock.cycle();
     if (cycle.empty()) return;
-    std::vector<Cell> cells;
+    std::vector<Position> cells;
     for (const Task task : cycle) {
-      const Cell cell = wiring.cell(task);
+      const Position cell = wiring.cell(task);
       if (cells.empty() || !(cells.back() == cell)) cells.push_back(cell);
     }
     // A person reads the order within a rank from the table: of each stretch on one rank its ends are enough.
@@ -409,7 +411,7 @@ class Checker {
     for (std::int32_t rank = 0; rank < schedule_.ranks(); ++rank) {
       const int most = limits_.activations[static_cast<std::size_t>(rank)];
       int live = 0;
-      each_cell_of(rank, [&](Cell cell, const Action& action) {
+      each_cell_of(rank, [&](Position cell, const Action& action) {
         if (action.kind == Kind::forward && contents_.backward && ++live > most)
           problem(cell, "{} activations are live on rank {}; allowed: {}", live, rank, most);
         if (ends_activation(action.kind)) --live;

@@ -22,7 +22,7 @@ struct Limits {
 };
 
 struct Problem {
-  Cell cell;            // the one to look at
+  Position cell;        // the one to look at
   std::string message;  // one line, with that cell and its place
 };
 

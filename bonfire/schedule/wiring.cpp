@@ -53,7 +53,7 @@ class Wirer {
     }
   }
 
-  void connect(Cell cell) {
+  void connect(Position cell) {
     const Action& action = schedule_.at(cell);
     const auto stage = static_cast<std::size_t>(action.stage);
     switch (action.kind) {
@@ -103,26 +103,28 @@ class Wirer {
   }
 
   // On the same rank one waits for the other; between ranks the message does.
-  void after(Cell cell, Cell earlier) {
+  void after(Position cell, Position earlier) {
     if (earlier && earlier.rank == cell.rank) wiring_.clock.wait(wiring_.task(cell), wiring_.task(earlier));
   }
 
-  void after_gather(Cell cell) {
+  void after_gather(Position cell) {
     const std::uint32_t task = gathered_[static_cast<std::size_t>(schedule_.at(cell).stage)];
     if (task != kNone) wiring_.clock.wait(wiring_.task(cell), {task});
   }
 
   // An implied message.
-  void send(Cell maker, Cell reader, Kind kind) {
+  void send(Position maker, Position reader, Kind kind) {
     if (!reader || reader.rank == maker.rank) return;
     const Action& action = schedule_.at(maker);
     transfer(maker, maker, reader, {action.stage, kind, action.microbatch});
   }
 
-  void deliver(Cell sender, Cell receiver, Cell reader) { transfer(sender, receiver, reader, schedule_.at(sender)); }
+  void deliver(Position sender, Position receiver, Position reader) {
+    transfer(sender, receiver, reader, schedule_.at(sender));
+  }
 
-  void transfer(Cell sender, Cell receiver, Cell reader, const Action& action) {
-    const Message message{sender.rank, reader.rank, action};
+  void transfer(Position sender, Position receiver, Position reader, const Action& action) {
+    const Delivery message{sender.rank, reader.rank, action};
     const Task task = wiring_.clock.task(link(message.from, message.to), costs_.message(message),
                                          {wiring_.task(sender), wiring_.task(receiver)});
     wiring_.origin.push_back(wiring_.task(sender).index);
@@ -131,14 +133,14 @@ class Wirer {
     wiring_.clock.wait(wiring_.task(reader), task);
   }
 
-  Task collective(Cell cell, Resource communicator) {
+  Task collective(Position cell, Resource communicator) {
     const Task task = wiring_.clock.task(communicator, costs_.action(schedule_.at(cell)), {wiring_.task(cell)});
     wiring_.origin.push_back(wiring_.task(cell).index);
     return task;
   }
 
   // A collective of several ranks of the table: the n-th that each issues is the same one.
-  Task joined(Cell cell, const std::string& communicator) {
+  Task joined(Position cell, const std::string& communicator) {
     auto& tasks = joint_[communicator];
     const std::size_t number = issued_[communicator]++;
     if (number < tasks.size()) {
@@ -183,7 +185,7 @@ class Wirer {
 
 }  // namespace
 
-Cell Wiring::cell(Task task) const {
+Position Wiring::cell(Task task) const {
   std::uint32_t index = task.index;
   const std::size_t cells = clock.tasks() - origin.size();
   if (index >= cells) index = origin[index - cells];

@@ -22,12 +22,14 @@ struct Wiring {
   std::vector<Resource> ranks;
   std::vector<std::uint32_t> first;  // the task of a rank's first cell; its other cells follow
   std::vector<Task> message_tasks;   // each with its entry in `messages`
-  std::vector<Message> messages;
+  std::vector<Delivery> messages;
   std::vector<std::uint32_t> origin;  // per task past the cells: the task of the cell that issued it first
 
-  Task task(Cell cell) const { return {first[static_cast<std::size_t>(cell.rank)] + static_cast<std::uint32_t>(cell.at)}; }
+  Task task(Position cell) const {
+    return {first[static_cast<std::size_t>(cell.rank)] + static_cast<std::uint32_t>(cell.at)};
+  }
   // Of a message or a collective: a cell that issued it.
-  Cell cell(Task task) const;
+  Position cell(Task task) const;
 };
 
 // REQUIRES: messages match (the validator has checked that) where there are any.

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace bonfire::schedule {
+namespace bonfire::schedule::action_test {
 namespace {
 
 TEST(Action, ReadsAsItIsWritten) {
@@ -37,4 +37,4 @@ TEST(Action, WhatIsNoActionIsNotRead) {
 }
 
 }  // namespace
-}  // namespace bonfire::schedule
+}  // namespace bonfire::schedule::action_test

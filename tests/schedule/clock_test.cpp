@@ -8,7 +8,7 @@
 
 #include "bonfire/base/error.h"
 
-namespace bonfire::schedule {
+namespace bonfire::schedule::clock_test {
 namespace {
 
 TEST(Clock, AResourceRunsItsTasksOneAtATimeInOrder) {
@@ -139,4 +139,4 @@ TEST(Clock, EveryTaskStartsExactlyWhenItCan) {
 }
 
 }  // namespace
-}  // namespace bonfire::schedule
+}  // namespace bonfire::schedule::clock_test

@@ -8,11 +8,11 @@
 #include <sstream>
 
 #include "bonfire/base/error.h"
-#include "bonfire/schedule/passes.h"
+#include "bonfire/schedule/lowering.h"
 #include "bonfire/schedule/text.h"
 #include "bonfire/schedule/validate.h"
 
-namespace bonfire::schedule {
+namespace bonfire::schedule::generate_test {
 namespace {
 
 // All shapes for which a schedule exists, of a small size.
@@ -192,4 +192,4 @@ TEST(Generate, SaysWhatIsAllowed) {
 }
 
 }  // namespace
-}  // namespace bonfire::schedule
+}  // namespace bonfire::schedule::generate_test

@@ -10,7 +10,7 @@
 #include "bonfire/schedule/timeline.h"
 
 // Bubble rates that were published, against the clock: tests/schedule/zero_bubble_2401.10241.csv says where they are from.
-namespace bonfire::schedule {
+namespace bonfire::schedule::published_test {
 namespace {
 
 struct Row {
@@ -112,4 +112,4 @@ TEST(Published, InterleavedRates) {
 }
 
 }  // namespace
-}  // namespace bonfire::schedule
+}  // namespace bonfire::schedule::published_test

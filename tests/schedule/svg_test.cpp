@@ -6,9 +6,9 @@
 #include <string>
 
 #include "bonfire/schedule/generate.h"
-#include "bonfire/schedule/passes.h"
+#include "bonfire/schedule/lowering.h"
 
-namespace bonfire::schedule {
+namespace bonfire::schedule::svg_test {
 namespace {
 
 struct Box {
@@ -77,4 +77,4 @@ TEST(Svg, AStepThatTakesNoTimeIsAPictureToo) {
 }
 
 }  // namespace
-}  // namespace bonfire::schedule
+}  // namespace bonfire::schedule::svg_test

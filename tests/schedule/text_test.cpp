@@ -4,9 +4,9 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/schedule/generate.h"
-#include "bonfire/schedule/passes.h"
+#include "bonfire/schedule/lowering.h"
 
-namespace bonfire::schedule {
+namespace bonfire::schedule::text_test {
 namespace {
 
 TEST(Text, EveryFormIsReadAsItWasWritten) {
@@ -75,4 +75,4 @@ TEST(Text, TheMarkedCellStandsInBrackets) {
 }
 
 }  // namespace
-}  // namespace bonfire::schedule
+}  // namespace bonfire::schedule::text_test

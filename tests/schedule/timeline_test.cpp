@@ -5,10 +5,10 @@
 #include <algorithm>
 
 #include "bonfire/schedule/generate.h"
-#include "bonfire/schedule/passes.h"
+#include "bonfire/schedule/lowering.h"
 #include "bonfire/schedule/text.h"
 
-namespace bonfire::schedule {
+namespace bonfire::schedule::timeline_test {
 namespace {
 
 TEST(Timeline, OfASmallTableByHand) {
@@ -42,7 +42,7 @@ TEST(Timeline, ALinkIsBusyWithOneMessage) {
 TEST(Timeline, CostsMayDependOnStageAndLink) {
   Costs costs;
   costs.action = [](const Action& action) { return action.kind == Kind::forward ? 1.0 + action.stage : 0.0; };
-  costs.message = [](const Message& message) { return 10.0 * (message.from + 1) + message.to; };
+  costs.message = [](const Delivery& message) { return 10.0 * (message.from + 1) + message.to; };
   const Timeline timeline = simulate(parse_table("0F0\n1F0\n2F0", "t"), costs);
   EXPECT_EQ(timeline.makespan, 1 + 11 + 2 + 22 + 3);
 }
@@ -64,4 +64,4 @@ TEST(Timeline, GrowsWithEveryCost) {
 }
 
 }  // namespace
-}  // namespace bonfire::schedule
+}  // namespace bonfire::schedule::timeline_test

@@ -9,10 +9,10 @@
 #include <set>
 
 #include "bonfire/schedule/generate.h"
-#include "bonfire/schedule/passes.h"
+#include "bonfire/schedule/lowering.h"
 #include "bonfire/schedule/text.h"
 
-namespace bonfire::schedule {
+namespace bonfire::schedule::validate_test {
 namespace {
 
 std::vector<Schedule> complete_tables() {
@@ -148,7 +148,7 @@ TEST(Validate, AgreesWithAnExecutionAboutEveryChangeOfOrder) {
 struct Case {
   std::string table;
   std::string message;  // part of it
-  Cell cell;
+  Position cell;
 };
 
 TEST(Validate, NamesTheCell) {
@@ -214,7 +214,7 @@ TEST(Validate, TiesOfTwoStagesOfOneRankComeAfterTheBackwardsOfBoth) {
   ASSERT_TRUE(problem);
   EXPECT_NE(problem->message.find("it adds to a gradient that '1TIE0' has summed already"), std::string::npos)
       << problem->message;
-  EXPECT_EQ(problem->cell, (Cell{0, 5}));
+  EXPECT_EQ(problem->cell, (Position{0, 5}));
 }
 
 // What a table may have depends on who runs it.
@@ -224,7 +224,7 @@ TEST(Validate, LimitsOfWhoRunsIt) {
     const char* table;
     Limits limits;
     const char* message;
-    Cell cell;
+    Position cell;
   };
   const std::vector<Case> cases{
       {"0F0 0F1 0B0 0REDUCE 0B1 0REDUCE 0U",
@@ -314,4 +314,4 @@ TEST(Validate, AnEmptyTableIsAProblem) {
 }
 
 }  // namespace
-}  // namespace bonfire::schedule
+}  // namespace bonfire::schedule::validate_test

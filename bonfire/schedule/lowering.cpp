@@ -1,7 +1,8 @@
-#include "bonfire/schedule/passes.h"
+#include "bonfire/schedule/lowering.h"
 
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include "bonfire/base/error.h"
 
@@ -22,7 +23,7 @@ std::vector<std::int32_t> stages_of(const std::vector<Action>& row) {
 
 // What a computation reads from another rank, if it does.
 struct Input {
-  Cell maker;
+  Position maker;
   Action receive;
 };
 
@@ -38,7 +39,7 @@ Input input_of(const Schedule& schedule, const Index& index, const Action& actio
 
 // The cell that reads what a computation makes, and the send between them.
 struct Output {
-  Cell reader;
+  Position reader;
   Action send;
 };
 
@@ -205,14 +206,13 @@ Schedule add_sharding(Schedule schedule, int resident) {
 
 Schedule add_reductions(Schedule schedule, Reduce when) {
   for (auto& row : schedule.rows) {
-    std::map<std::int32_t, std::size_t> last;
-    for (std::size_t at = 0; at < row.size(); ++at) {
-      if (ends_activation(row[at].kind)) last[row[at].stage] = at;
-    }
     Insertions before(row.size() + 1);
-    for (std::size_t at = 0; at < row.size(); ++at) {
-      if (ends_activation(row[at].kind) && (when == Reduce::each || last[row[at].stage] == at))
-        before[at + 1].push_back({row[at].stage, Kind::reduce});
+    std::set<std::int32_t> reduced;  // stages whose gradients are complete from here to their next update
+    for (std::size_t at = row.size(); at-- > 0;) {
+      const Action& action = row[at];
+      if (action.kind == Kind::update) reduced.erase(action.stage);
+      if (ends_activation(action.kind) && (reduced.insert(action.stage).second || when == Reduce::each))
+        before[at + 1].push_back({action.stage, Kind::reduce});
     }
     row = insert(row, before);
   }

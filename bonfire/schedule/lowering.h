@@ -7,7 +7,8 @@
 
 namespace bonfire::schedule {
 
-// Each pass takes a table and returns one with more cells or with cells in better places. The order of computations is never
+// Lowering adds to a table what an executor needs and its author left out. Each of these takes a table and returns one with
+// more cells or with cells in better places. The order of computations is never
 // changed. REQUIRES of all: the table is valid.
 
 // Sends what another rank needs right after it was made, and receives it right before it is needed; where messages of one

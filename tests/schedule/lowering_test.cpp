@@ -1,4 +1,4 @@
-#include "bonfire/schedule/passes.h"
+#include "bonfire/schedule/lowering.h"
 
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 #include "bonfire/schedule/timeline.h"
 #include "bonfire/schedule/validate.h"
 
-namespace bonfire::schedule {
+namespace bonfire::schedule::lowering_test {
 namespace {
 
 std::vector<Schedule> tables() {
@@ -41,7 +41,7 @@ int count(const Schedule& schedule, Kind kind) {
   return number;
 }
 
-TEST(Passes, LeaveTheComputationsAloneAndMakeValidTables) {
+TEST(Lowering, LeaveTheComputationsAloneAndMakeValidTables) {
   for (const Schedule& table : tables()) {
     for (const int resident : {1, 2, 3}) {
       for (const Reduce reduce : {Reduce::once, Reduce::each}) {
@@ -61,7 +61,7 @@ TEST(Passes, LeaveTheComputationsAloneAndMakeValidTables) {
   }
 }
 
-TEST(Passes, WhatAPersonWroteIsKept) {
+TEST(Lowering, WhatAPersonWroteIsKept) {
   const Schedule table =
       lower(one_f_one_b({.ranks = 3, .microbatches = 4}), {.sharded_parameters = true, .reductions = true});
   EXPECT_EQ(lower(table, {.sharded_parameters = true, .reductions = true}), table);
@@ -70,14 +70,14 @@ TEST(Passes, WhatAPersonWroteIsKept) {
   EXPECT_EQ(lower(bare, {.receive_ahead = 0}), parse_table("0F0 0SF0 0RB0 0B0 0U\n1RF0 1F0 1B0 1SB0 1U", "t"));
 }
 
-TEST(Passes, EveryMessageIsSentWhenMadeAndReceivedWhenNeeded) {
+TEST(Lowering, EveryMessageIsSentWhenMadeAndReceivedWhenNeeded) {
   const Schedule table = add_messages(parse_table("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1", "t"));
   EXPECT_EQ(table, parse_table("0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1\n1RF0 1F0 1B0 1SB0 1RF1 1F1 1B1 1SB1", "t"));
   EXPECT_EQ(overlap_messages(table),
             parse_table("0F0 0SF0 0RB0 0F1 0SF1 0RB1 0B0 0B1\n1RF0 1F0 1RF1 1B0 1SB0 1F1 1B1 1SB1", "t"));
 }
 
-TEST(Passes, BothCellsOfAMessageNameEachOthersRank) {
+TEST(Lowering, BothCellsOfAMessageNameEachOthersRank) {
   for (const Schedule& plain : tables()) {
     const Schedule table = lower(plain);
     const Index index(table);
@@ -99,13 +99,13 @@ TEST(Passes, BothCellsOfAMessageNameEachOthersRank) {
 }
 
 // Rank 1 needs microbatch 1 before 0, but it is sent after: both are received before the first is needed.
-TEST(Passes, ReceivesKeepTheOrderOfTheSends) {
+TEST(Lowering, ReceivesKeepTheOrderOfTheSends) {
   const Schedule table = add_messages(parse_table("0F0 0F1\n1F1 1F0", "t"));
   EXPECT_EQ(table, parse_table("0F0 0SF0 0F1 0SF1\n1RF0 1RF1 1F1 1F0", "t"));
   EXPECT_FALSE(find_problem(table));
 }
 
-TEST(Passes, StagesOnOneRankNeedNoMessages) {
+TEST(Lowering, StagesOnOneRankNeedNoMessages) {
   const Schedule turn = lower(zb_v({.ranks = 1, .microbatches = 3, .chunks = 2}));
   EXPECT_EQ(count(turn, Kind::send_forward), 0);
   const Schedule table = lower(zb_v({.ranks = 4, .microbatches = 8, .chunks = 2}));
@@ -114,7 +114,7 @@ TEST(Passes, StagesOnOneRankNeedNoMessages) {
 }
 
 // A receive that is issued late makes the message wait for it; one that is issued a computation ahead does not.
-TEST(Passes, OverlapHidesMessages) {
+TEST(Lowering, OverlapHidesMessages) {
   const Costs costs(StageCosts{.forward = 10, .backward = 20}, 2);
   for (const Schedule& table : {gpipe({.ranks = 4, .microbatches = 16}), one_f_one_b({.ranks = 4, .microbatches = 16})}) {
     const double late = simulate(add_messages(table), costs).makespan;
@@ -128,7 +128,7 @@ TEST(Passes, OverlapHidesMessages) {
   EXPECT_EQ(simulate(table, costs).makespan, (16 + 3) * 30 + 2 * 3 * 2);
 }
 
-TEST(Passes, NoMoreStagesAreGatheredThanMayBe) {
+TEST(Lowering, NoMoreStagesAreGatheredThanMayBe) {
   for (const Schedule& table : tables()) {
     int gathers_before = 0;
     for (const int resident : {4, 3, 2, 1}) {
@@ -155,7 +155,7 @@ TEST(Passes, NoMoreStagesAreGatheredThanMayBe) {
 }
 
 // With room for two, the next stage is gathered while the one before it computes.
-TEST(Passes, GathersHideBehindComputation) {
+TEST(Lowering, GathersHideBehindComputation) {
   const Schedule table = gpipe({.ranks = 1, .microbatches = 4, .chunks = 4});
   const StageCosts costs{.forward = 1, .backward = 2, .unshard = 3};
   const double work = 4 * 4 * 3;
@@ -165,7 +165,7 @@ TEST(Passes, GathersHideBehindComputation) {
   EXPECT_EQ(simulate(add_sharding(table, 1), costs).makespan, work + 7 * 3);
 }
 
-TEST(Passes, GradientsAreReducedAsSoonAsTheyAreComplete) {
+TEST(Lowering, GradientsAreReducedAsSoonAsTheyAreComplete) {
   const Schedule table = zb_h1({.ranks = 3, .microbatches = 4});
   const Schedule once = add_reductions(table, Reduce::once), each = add_reductions(table, Reduce::each);
   EXPECT_EQ(count(once, Kind::reduce), 3);
@@ -182,7 +182,7 @@ TEST(Passes, GradientsAreReducedAsSoonAsTheyAreComplete) {
             24 + 5);
 }
 
-TEST(Passes, TiedWeightsAreSummedByAllThatHaveThemBeforeTheUpdate) {
+TEST(Lowering, TiedWeightsAreSummedByAllThatHaveThemBeforeTheUpdate) {
   const Schedule table = add_ties(one_f_one_b({.ranks = 3, .microbatches = 4}), {{0, 2}});
   EXPECT_EQ(count(table, Kind::tie), 2);
   EXPECT_FALSE(find_problem(table));
@@ -191,7 +191,7 @@ TEST(Passes, TiedWeightsAreSummedByAllThatHaveThemBeforeTheUpdate) {
   EXPECT_EQ(simulate(table, StageCosts{.tie = 5}).makespan, without + 5);
 }
 
-TEST(Passes, EvaluationIsTheForwardsAlone) {
+TEST(Lowering, EvaluationIsTheForwardsAlone) {
   for (const Schedule& table : tables()) {
     const Schedule forwards =
         lower(forwards_only(table), {.sharded_parameters = true, .reductions = true, .tied = {{0, 1}}});
@@ -203,4 +203,4 @@ TEST(Passes, EvaluationIsTheForwardsAlone) {
 }
 
 }  // namespace
-}  // namespace bonfire::schedule
+}  // namespace bonfire::schedule::lowering_test
