@@ -5,10 +5,10 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/plan/activations.h"
-#include "bonfire/plan/course.h"
 #include "bonfire/plan/layout.h"
 #include "bonfire/plan/memory.h"
 #include "bonfire/plan/model.h"
+#include "bonfire/plan/step_events.h"
 
 namespace bonfire::plan {
 
@@ -24,6 +24,8 @@ struct Activations {
   std::vector<std::int64_t> in_forward{};   // the most while it runs, where it keeps nothing
   std::vector<std::int64_t> in_backward{};  // the most while its backward runs, with what is kept
   std::vector<std::int64_t> incoming{};     // of that, the gradient of its result
+  std::vector<std::int64_t> again{};        // of that, what its forward makes again and keeps
+  std::int64_t on_host = 0;                 // inputs of recomputed Units that are kept there
   std::vector<std::int64_t> in_weights{};  // the most while the second half of a split backward makes its weights' gradients
 };
 
@@ -43,8 +45,8 @@ struct ActivationOptions {
   bool input_differentiates = false;  // a gradient of what the first Unit is given is wanted: it comes from an earlier stage
 };
 
-// `units` are those of course_units.
-BONFIRE_API Activations activations_of(const ModelDescription& model, const std::vector<CourseUnit>& units,
+// `units` are those of step_units.
+BONFIRE_API Activations activations_of(const ModelDescription& model, const std::vector<StepUnit>& units,
                                        const DataParallel& layout, const ActivationOptions& options);
 
 }  // namespace bonfire::plan

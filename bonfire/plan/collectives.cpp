@@ -1,6 +1,7 @@
 #include "bonfire/base/error.h"
-#include "bonfire/plan/course.h"
 #include "bonfire/plan/layout.h"
+#include "bonfire/plan/step_events.h"
+#include "bonfire/plan/tensor_part.h"
 
 namespace bonfire::plan {
 namespace {
@@ -21,7 +22,16 @@ class List {
           layout.shard);
     if (layout.compression == Compression::powersgd) find_factors(groups_in_backward_order(model));
 
-    for (const auto& event : course_of_step(course_units(model, flats_), layout)) {
+    const auto units = step_units(model, flats_);
+    const Exchange exchange{.tokens = layout.tokens,
+                            .samples = layout.samples,
+                            .element_bytes = bytes_of(layout.compute),
+                            .context = layout.context};
+    for (const auto& event : events_of_step(units, layout)) {
+      if (event.act == Act::forward) within_layers(exchanged_in_forward(model, event.index, exchange), model.tensor);
+      if (event.act == Act::backward)
+        within_layers(exchanged_in_backward(model, event.index, exchange, input_differentiates(units, event.index, false)),
+                      model.tensor);
       if (event.act == Act::gather) add(CollectiveKind::all_gather, Axis::shard, flats_[event.index].bytes, event.ranks);
       if (event.act == Act::reduce) reduce(event);
     }
@@ -29,6 +39,7 @@ class List {
     add(CollectiveKind::broadcast, Axis::data, layout.buffer_bytes, layout.ranks());
     add(CollectiveKind::all_reduce, Axis::data, 8, layout.ranks());  // the loss
     if (layout.clip) add(CollectiveKind::all_reduce, Axis::shard, 8, factors_.optimizer);
+    if (layout.clip) add(CollectiveKind::all_reduce, Axis::tensor, 8, model.tensor.ranks);
     for (const auto& collective : collectives_of_update(flats_, layout)) list_.push_back({collective, layout.shard});
   }
 
@@ -48,6 +59,11 @@ class List {
           left_[at] += low.rank ? low.rows * low.rank : parameter.elements;
           right_[at] += low.columns * low.rank;
         }
+  }
+
+  void within_layers(const std::vector<Collective>& exchanged, const TensorPart& part) {
+    for (const auto& collective : exchanged)
+      list_.push_back({collective, collective.axis == Axis::context ? layout_.context.ranks : part.ranks});
   }
 
   void reduce(const Event& event) {

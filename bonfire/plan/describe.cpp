@@ -3,7 +3,10 @@
 
 #include <fmt/format.h>
 
+#include "bonfire/plan/adapters.h"
 #include "bonfire/plan/model.h"
+#include "bonfire/plan/reversible.h"
+#include "bonfire/plan/tensor_part.h"
 
 namespace bonfire::plan {
 namespace {
@@ -42,25 +45,56 @@ ParameterDescription packed(std::string name, std::int64_t columns, Init init, c
   return parameter;
 }
 
+// Ranks that split the layers divide the results of this product among them: its rows.
+ParameterDescription by_rows(ParameterDescription parameter, std::vector<std::int64_t> parts = {}) {
+  parameter.split = Split::rows;
+  parameter.parts = std::move(parts);
+  return parameter;
+}
+
+// They divide what this product reads: its columns.
+ParameterDescription by_columns(ParameterDescription parameter) {
+  parameter.split = Split::columns;
+  return parameter;
+}
+
+// Elements per token of what lies between split products: each rank has it whole, or its part of the sequence.
+std::int64_t between(const TensorPart& part, std::int64_t elements) {
+  return part.sequence ? (elements + part.ranks - 1) / part.ranks : elements;
+}
+
+// What ranks exchange is whole: the gradient of what a split product made, that of what it read, and that itself. Beside the
+// weight's gradient all of it is there.
+void hold_exchanged(UnitDescription& unit, const TensorPart& part, std::int64_t dim) {
+  if (part.ranks == 1) return;
+  const std::int64_t gathered = part.sequence ? dim : 0;
+  unit.working_elements = std::max(unit.working_elements, 2 * dim) + gathered;
+  unit.working_beside_weight = std::max(unit.working_beside_weight, 2 * dim) + gathered;
+}
+
 double product(std::int64_t in, std::int64_t out) { return 2.0 * static_cast<double>(in) * static_cast<double>(out); }
 
 // The Unit that turns hidden states into logits or a loss. The loss keeps its gradient in place of the logits.
-UnitDescription output_head(const ModelSpec& spec) {
-  return {.name = "head",
-          .kind = UnitKind::head,
-          .product_flops = product(spec.dim, spec.outputs()),
-          .saved_elements = 2 * spec.dim + spec.outputs(),
-          .saved_statistics = 1,
-          .output_elements = spec.outputs(),
-          .working_elements = 2 * spec.dim,
-          .working_beside_weight = 2 * spec.dim,
-          .weight_elements = spec.outputs() * spec.dim};
+UnitDescription output_head(const ModelSpec& spec, const TensorPart& part) {
+  // An mlp of vectors has no vocabulary to split, and no ranks that would.
+  const std::int64_t outputs = part.length(spec.outputs());
+  UnitDescription head{.name = "head",
+                       .kind = UnitKind::head,
+                       .product_flops = product(spec.dim, outputs),
+                       .saved_elements = 2 * between(part, spec.dim) + outputs,
+                       .saved_statistics = 1,
+                       .output_elements = outputs,
+                       .working_elements = 2 * spec.dim,
+                       .working_beside_weight = 2 * spec.dim,
+                       .weight_elements = outputs * spec.dim};
+  hold_exchanged(head, part, spec.dim);
+  return head;
 }
 
 // Where the head is tied, the root holds the embedding, because two Units read it.
 void add_embedding(ModelDescription& model, const std::string& public_name) {
   const auto& spec = model.spec;
-  auto weight = plain("tokens.weight", {spec.vocab, spec.dim}, normal(kDeviation), public_name);
+  auto weight = by_rows(plain("tokens.weight", {spec.vocab, spec.dim}, normal(kDeviation), public_name));
   UnitDescription embedding{.name = "embedding", .kind = UnitKind::embedding, .output_elements = spec.dim};
   if (spec.tied) {
     weight.name = "tokens";
@@ -75,6 +109,10 @@ void add_embedding(ModelDescription& model, const std::string& public_name) {
 void describe_llama(ModelDescription& model) {
   const auto& spec = model.spec;
   const std::int64_t dim = spec.dim, query = spec.heads * spec.head_dim, key = spec.kv_heads * spec.head_dim;
+  const TensorPart& part = model.tensor;
+  const auto [own_heads, own_kv_heads, sharing] = heads_of(spec, part);
+  const std::int64_t own_query = own_heads * spec.head_dim, own_key = own_kv_heads * spec.head_dim,
+                     own_ffn = part.length(spec.ffn), made = own_query + 2 * own_key / sharing;
   const Init ones{InitKind::ones};
   model.constant_bytes = 4 * spec.positions * spec.head_dim;  // the sines and cosines of the positions
   add_embedding(model, "model.embed_tokens.weight");
@@ -83,40 +121,45 @@ void describe_llama(ModelDescription& model) {
     UnitDescription block{.name = fmt::format("blocks.{}", i), .kind = UnitKind::block};
     block.parameters = {
         plain("attention_norm.weight", {dim}, ones, outside("input_layernorm")),
-        packed(
-            "attention.qkv.weight", dim, normal(kDeviation),
-            {{outside("self_attn.q_proj"), query}, {outside("self_attn.k_proj"), key}, {outside("self_attn.v_proj"), key}}),
-        plain("attention.output.weight", {dim, query}, normal(kDeviation), outside("self_attn.o_proj")),
+        by_rows(packed("attention.qkv.weight", dim, normal(kDeviation),
+                       {{outside("self_attn.q_proj"), query},
+                        {outside("self_attn.k_proj"), key},
+                        {outside("self_attn.v_proj"), key}}),
+                {query, key, key}),
+        by_columns(plain("attention.output.weight", {dim, query}, normal(kDeviation), outside("self_attn.o_proj"))),
         plain("feed_norm.weight", {dim}, ones, outside("post_attention_layernorm")),
-        packed("feed.gate_up.weight", dim, normal(kDeviation),
-               {{outside("mlp.gate_proj"), spec.ffn}, {outside("mlp.up_proj"), spec.ffn}}),
-        plain("feed.down.weight", {dim, spec.ffn}, normal(kDeviation), outside("mlp.down_proj"))};
-    block.product_flops =
-        product(dim, query + 2 * key) + product(query, dim) + product(dim, 2 * spec.ffn) + product(spec.ffn, dim);
-    block.attention_flops_per_position = 4.0 * static_cast<double>(query);
+        by_rows(packed("feed.gate_up.weight", dim, normal(kDeviation),
+                       {{outside("mlp.gate_proj"), spec.ffn}, {outside("mlp.up_proj"), spec.ffn}}),
+                {spec.ffn, spec.ffn}),
+        by_columns(plain("feed.down.weight", {dim, spec.ffn}, normal(kDeviation), outside("mlp.down_proj")))};
+    block.product_flops = product(dim, made) + product(own_query, dim) + product(dim, 2 * own_ffn) + product(own_ffn, dim);
+    block.attention_flops_per_position = 4.0 * static_cast<double>(own_query);
     // Input, q, k, v, attention's output, the middle of the block, gate and up. Norms and the product of gate and up are
     // made again.
-    block.saved_elements = 2 * dim + 2 * query + 2 * key + 2 * spec.ffn;
-    block.saved_statistics = 2 + spec.heads;
+    block.saved_elements = 2 * between(part, dim) + 2 * own_query + 2 * own_key + 2 * own_ffn;
+    block.saved_statistics = between(part, 2) + own_heads;
     block.output_elements = dim;
     // The gradients of gate and up, and their product again; in attention q, k, v and their output are still kept.
-    block.working_elements = std::max(3 * spec.ffn, 2 * query + 2 * key - dim - 2 * spec.ffn);
-    block.working_beside_weight = 3 * spec.ffn;
-    block.weight_elements = dim * spec.ffn;
+    block.working_elements = std::max(3 * own_ffn, 2 * own_query + 2 * own_key - dim - 2 * own_ffn);
+    block.working_beside_weight = 3 * own_ffn;
+    block.weight_elements = dim * own_ffn;
+    hold_exchanged(block, part, dim);
     model.units.push_back(std::move(block));
   }
-  UnitDescription head = output_head(spec);
+  UnitDescription head = output_head(spec, part);
   head.parameters.push_back(plain("norm.weight", {dim}, ones, "model.norm.weight"));
   if (spec.tied)
     head.shared = {"tokens"};
   else
-    head.parameters.push_back(plain("output.weight", {spec.vocab, dim}, normal(kDeviation), "lm_head.weight"));
+    head.parameters.push_back(by_rows(plain("output.weight", {spec.vocab, dim}, normal(kDeviation), "lm_head.weight")));
   model.units.push_back(std::move(head));
 }
 
 void describe_gpt2(ModelDescription& model) {
   const auto& spec = model.spec;
   const std::int64_t dim = spec.dim;
+  const TensorPart& part = model.tensor;
+  const std::int64_t own_query = heads_of(spec, part).heads * spec.head_dim, own_ffn = part.length(spec.ffn);
   const Init ones{InitKind::ones}, zeros{InitKind::zeros};
   // Each block adds to the residual stream twice; GPT-2 starts those products smaller, so that the sum keeps its size.
   const Init residual = normal(kDeviation / std::sqrt(2.0 * static_cast<double>(spec.layers)));
@@ -129,33 +172,35 @@ void describe_gpt2(ModelDescription& model) {
     block.parameters = {
         plain("attention_norm.weight", {dim}, ones, outside("ln_1.weight")),
         plain("attention_norm.bias", {dim}, zeros, outside("ln_1.bias")),
-        transposed("attention.qkv.weight", {3 * dim, dim}, normal(kDeviation), outside("attn.c_attn.weight")),
-        plain("attention.qkv.bias", {3 * dim}, zeros, outside("attn.c_attn.bias")),
-        transposed("attention.output.weight", {dim, dim}, residual, outside("attn.c_proj.weight")),
+        by_rows(transposed("attention.qkv.weight", {3 * dim, dim}, normal(kDeviation), outside("attn.c_attn.weight")),
+                {dim, dim, dim}),
+        by_rows(plain("attention.qkv.bias", {3 * dim}, zeros, outside("attn.c_attn.bias")), {dim, dim, dim}),
+        by_columns(transposed("attention.output.weight", {dim, dim}, residual, outside("attn.c_proj.weight"))),
         plain("attention.output.bias", {dim}, zeros, outside("attn.c_proj.bias")),
         plain("feed_norm.weight", {dim}, ones, outside("ln_2.weight")),
         plain("feed_norm.bias", {dim}, zeros, outside("ln_2.bias")),
-        transposed("feed.up.weight", {spec.ffn, dim}, normal(kDeviation), outside("mlp.c_fc.weight")),
-        plain("feed.up.bias", {spec.ffn}, zeros, outside("mlp.c_fc.bias")),
-        transposed("feed.down.weight", {dim, spec.ffn}, residual, outside("mlp.c_proj.weight")),
+        by_rows(transposed("feed.up.weight", {spec.ffn, dim}, normal(kDeviation), outside("mlp.c_fc.weight"))),
+        by_rows(plain("feed.up.bias", {spec.ffn}, zeros, outside("mlp.c_fc.bias"))),
+        by_columns(transposed("feed.down.weight", {dim, spec.ffn}, residual, outside("mlp.c_proj.weight"))),
         plain("feed.down.bias", {dim}, zeros, outside("mlp.c_proj.bias"))};
-    block.product_flops = product(dim, 3 * dim) + product(dim, dim) + 2 * product(dim, spec.ffn);
-    block.attention_flops_per_position = 4.0 * static_cast<double>(dim);
-    block.saved_elements = 6 * dim + spec.ffn;
-    block.saved_statistics = 4 + spec.heads;
+    block.product_flops = product(dim, 3 * own_query) + product(own_query, dim) + 2 * product(dim, own_ffn);
+    block.attention_flops_per_position = 4.0 * static_cast<double>(own_query);
+    block.saved_elements = 2 * between(part, dim) + 4 * own_query + own_ffn;
+    block.saved_statistics = between(part, 4) + heads_of(spec, part).heads;
     block.output_elements = dim;
-    block.working_elements = block.working_beside_weight = 2 * spec.ffn;
-    block.weight_elements = dim * spec.ffn;
+    block.working_elements = block.working_beside_weight = 2 * own_ffn;
+    block.weight_elements = dim * own_ffn;
+    hold_exchanged(block, part, dim);
     model.units.push_back(std::move(block));
   }
-  UnitDescription head = output_head(spec);
+  UnitDescription head = output_head(spec, part);
   head.saved_statistics += 1;
   head.parameters = {plain("norm.weight", {dim}, ones, "transformer.ln_f.weight"),
                      plain("norm.bias", {dim}, zeros, "transformer.ln_f.bias")};
   if (spec.tied)
     head.shared = {"tokens"};
   else
-    head.parameters.push_back(plain("output.weight", {spec.vocab, dim}, normal(kDeviation), "lm_head.weight"));
+    head.parameters.push_back(by_rows(plain("output.weight", {spec.vocab, dim}, normal(kDeviation), "lm_head.weight")));
   model.units.push_back(std::move(head));
 }
 
@@ -189,7 +234,7 @@ void describe_mlp(ModelDescription& model) {
     block.weight_elements = dim * spec.ffn;
     model.units.push_back(std::move(block));
   }
-  UnitDescription head = output_head(spec);
+  UnitDescription head = output_head(spec, model.tensor);
   head.saved_elements = dim + spec.outputs();
   head.saved_statistics = 0;
   if (spec.tied)
@@ -270,14 +315,20 @@ void describe_vgg(ModelDescription& model) {
 
 }  // namespace
 
-ModelDescription describe(const ModelSpec& spec) {
-  ModelDescription model{.spec = resolve(spec), .units = {}};
+ModelDescription describe(const ModelSpec& spec) { return describe(spec, {}); }
+
+ModelDescription describe(const ModelSpec& spec, const TensorPart& part) {
+  ModelDescription model{.spec = resolve(spec), .units = {}, .tensor = part};
+  require_splits(model.spec, part);
   switch (spec.type) {
     case ModelType::llama: describe_llama(model); break;
     case ModelType::gpt2: describe_gpt2(model); break;
     case ModelType::mlp: describe_mlp(model); break;
     case ModelType::vgg: describe_vgg(model); break;
   }
+  if (model.spec.adapter.rank > 0) add_adapters(model);
+  if (model.spec.reversible) make_reversible(model);
+  if (part.ranks > 1) take_part(model);
   return model;
 }
 

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <numeric>
+#include <tuple>
+#include <utility>
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/size.h"
-#include "bonfire/plan/course.h"
+#include "bonfire/plan/building.h"
+#include "bonfire/plan/step_events.h"
 
 namespace bonfire::plan {
 namespace {
@@ -16,22 +19,48 @@ std::int64_t padded_elements(const ParameterGroup& group) {
   return sum;
 }
 
+Placement placement_of(const ParameterSize& parameter) {
+  auto placement = parameter.placement;
+  if (placement.name.empty()) placement.name = parameter.name;
+  if (placement.shape.empty()) {
+    placement.shape = parameter.shape;
+    placement.boxes = {whole_box(placement.shape)};
+  }
+  return placement;
+}
+
+// The region that parameters like this one lie in, still without elements.
+Region kind_of(const ParameterSize& parameter, const Placement& placement) {
+  return {.compute = parameter.compute,
+          .master = parameter.master,
+          .trained = parameter.trained,
+          .split = placement.split(),
+          .tie = placement.tie,
+          .copy = placement.copy};
+}
+
+bool alike(const Region& one, const Region& other) {
+  const auto kind = [](const Region& of) { return std::tie(of.compute, of.master, of.trained, of.split, of.tie, of.copy); };
+  return kind(one) == kind(other);
+}
+
 // Places the parameters of the layout's groups, like with like, in the order in which they are met; trained ones first.
 void place(FlatLayout& layout, const std::vector<ParameterGroup>& groups, int parts) {
   for (const bool trained : {true, false}) {
-    const std::size_t first = layout.regions.size();
-    const auto region_of = [&](const ParameterSize& parameter) {
-      for (std::size_t at = first; at < layout.regions.size(); ++at)
-        if (layout.regions[at].compute == parameter.compute && layout.regions[at].master == parameter.master) return at;
-      layout.regions.push_back({.compute = parameter.compute, .master = parameter.master, .trained = trained});
+    const auto region_of = [&](const ParameterSize& parameter, const Placement& placement) {
+      const auto kind = kind_of(parameter, placement);
+      for (std::size_t at = 0; at < layout.regions.size(); ++at)
+        if (alike(layout.regions[at], kind)) return at;
+      layout.regions.push_back(kind);
       return layout.regions.size() - 1;
     };
     for (const std::size_t group : layout.groups)
       for (const auto& parameter : groups[group].parameters) {
         if (parameter.trained != trained) continue;
-        const std::size_t region = region_of(parameter);
+        auto placement = placement_of(parameter);
+        const std::size_t region = region_of(parameter, placement);
         auto& end = layout.regions[region].elements;
-        layout.segments.push_back({parameter.name, region, end, parameter.elements, parameter.scales});
+        layout.segments.push_back({parameter.name, region, end, parameter.elements, parameter.scales, std::move(placement)});
         end = round_up(end + parameter.elements, segment_alignment);
       }
   }
@@ -83,24 +112,48 @@ std::vector<FlatLayout> bucket(const std::vector<ParameterGroup>& groups, const 
   std::int64_t bytes = 0;
   bool open = false;
   for (std::size_t at = 0; at < groups.size(); ++at) {
-    if (!open || groups[at].apart) layouts.emplace_back(), bytes = 0;
+    if (!open) layouts.emplace_back(), bytes = 0;
     layouts.back().groups.push_back(at);
     // Frozen ones count as well: while a buffer is made its parameters exist twice.
     bytes += padded_elements(groups[at]) * bytes_of(options.gradient);
-    open = !options.one_per_group && !groups[at].apart &&
-           bytes < (layouts.size() == 1 ? options.first_bucket_bytes : options.bucket_bytes);
+    open = !options.one_per_group && bytes < (layouts.size() == 1 ? options.first_bucket_bytes : options.bucket_bytes);
   }
   for (auto& layout : layouts) place(layout, groups, options.parts);
   return layouts;
 }
 
-std::vector<ParameterGroup> groups_in_backward_order(const ModelDescription& model) {
+namespace {
+
+// The Unit whose backward is the last to add to a trained parameter of the root: of those that read one, the first in
+// forward.
+std::size_t last_to_reach(const ModelDescription& model, const UnitDescription& root) {
+  for (std::size_t at = 0; at < model.units.size(); ++at)
+    for (const auto& name : model.units[at].shared)
+      if (std::any_of(root.parameters.begin(), root.parameters.end(),
+                      [&](const auto& parameter) { return parameter.trained && parameter.name == name; }))
+        return at;
+  return 0;
+}
+
+std::vector<ParameterGroup> groups_of(const ModelDescription& model, bool known) {
+  // By the Unit whose backward finishes them; of two, the root comes later.
+  std::vector<std::pair<std::size_t, const UnitDescription*>> order;
+  for (std::size_t at = 0; at < model.units.size(); ++at) {
+    const auto& unit = model.units[at];
+    if (unit.parameters.empty()) continue;
+    const bool root = unit.kind == UnitKind::root;
+    order.emplace_back(root ? 2 * (known ? last_to_reach(model, unit) : 0) : 2 * at + 1, &unit);
+  }
+  std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   std::vector<ParameterGroup> groups;
-  for (auto unit = model.units.rbegin(); unit != model.units.rend(); ++unit) {
-    if (unit->parameters.empty()) continue;
+  for (const auto& [at, unit] : order) {
     ParameterGroup group{unit->name, {}};
     for (const auto& parameter : unit->parameters)
-      group.parameters.push_back({full_name(*unit, parameter), parameter.elements(), parameter.shape, parameter.trained});
+      group.parameters.push_back({.name = full_name(*unit, parameter),
+                                  .elements = parameter.elements(),
+                                  .shape = parameter.shape,
+                                  .trained = parameter.trained,
+                                  .placement = placement_in(model, parameter)});
     groups.push_back(std::move(group));
   }
   std::stable_partition(groups.begin(), groups.end(), [](const ParameterGroup& group) {
@@ -108,6 +161,11 @@ std::vector<ParameterGroup> groups_in_backward_order(const ModelDescription& mod
   });
   return groups;
 }
+
+}  // namespace
+
+std::vector<ParameterGroup> groups_in_backward_order(const ModelDescription& model) { return groups_of(model, true); }
+std::vector<ParameterGroup> groups_in_likely_order(const ModelDescription& model) { return groups_of(model, false); }
 
 std::vector<FlatLayout> flats_of(const ModelDescription& model, const DataParallel& layout) {
   return flats_of(groups_in_backward_order(model), layout);
@@ -123,8 +181,8 @@ std::vector<FlatLayout> flats_of(std::vector<ParameterGroup> groups, const DataP
     }
   BucketOptions options = layout.buckets;
   options.gradient = layout.gradient;
-  options.parts = layout.ranks();
-  options.one_per_group = layout.comes_and_goes();
+  options.parts *= layout.ranks();
+  options.one_per_group = options.one_per_group || layout.comes_and_goes();
   return bucket(groups, options);
 }
 

@@ -9,6 +9,7 @@
 #include "bonfire/base/collective.h"
 #include "bonfire/plan/dtype.h"
 #include "bonfire/plan/model.h"
+#include "bonfire/plan/placement.h"
 #include "bonfire/plan/sharding.h"
 
 // Layout arithmetic: where each parameter lies, which buffers are reduced together, and so every byte and every collective
@@ -24,35 +25,47 @@ struct ParameterSize {
   Dtype compute = Dtype::fp32;  // what forward reads
   Dtype master = Dtype::fp32;   // what the optimizer updates
   std::int64_t scales = 0;      // that go with what forward reads: of eight bits alone, one for all of it or for each row
+  Placement placement{};
 };
 
 // Parameters that stay together: those of one Unit, or a single one of a module without Units.
 struct ParameterGroup {
   std::string name;
   std::vector<ParameterSize> parameters;
-  bool apart = false;  // in a buffer of its own
 };
 
-// A stretch of a flat buffer whose parameters are alike. Every region can be cut into equal parts, one for each rank of a
-// shard group, so a rank holds the same share of each.
+// How what forward reads is made of the masters that are updated.
+enum class Codec {
+  same,     // it is the masters
+  rounded,  // each element by itself
+  scaled,   // to eight bits, with scales that the largest elements decide
+};
+
+// A stretch of a flat buffer whose parameters are alike: in their types, and in who else holds them. Every region can be cut
+// into equal parts, one for each rank of a shard group, so a rank holds the same share of each.
 struct Region {
   Dtype compute = Dtype::fp32;
   Dtype master = Dtype::fp32;
   bool trained = true;
+  bool split = false;  // of all its parameters this module holds a part, and others the rest
+  std::string tie{};   // see Placement
+  int copy = 0;
   std::int64_t begin = 0;     // in the flat buffer, in bytes
   std::int64_t elements = 0;  // with padding
 
   std::int64_t bytes() const { return elements * bytes_of(compute); }
+  Codec codec() const { return compute == Dtype::fp8 ? Codec::scaled : compute == master ? Codec::same : Codec::rounded; }
   bool operator==(const Region&) const = default;
 };
 
-// Where one parameter lies: in which region, and from which of its elements on.
+// Where one parameter lies: in which region, and from which of its elements on; and what it is in the whole model.
 struct Segment {
-  std::string name;
+  std::string name;  // in the module
   std::size_t region = 0;
   std::int64_t offset = 0;
   std::int64_t elements = 0;
   std::int64_t scales = 0;
+  Placement placement{};
   bool operator==(const Segment&) const = default;
 };
 
@@ -106,14 +119,26 @@ BONFIRE_API std::vector<ParameterGroup> groups_in_backward_order(const ModelDesc
 // When, in backward, Units are gathered ahead: before or after the reductions of the one that runs are issued.
 enum class BackwardPrefetch { before_reduction, after_reduction };
 
+// How ranks that share samples see each other's positions: keys and values go round, or ranks exchange heads for positions.
+enum class ContextWay { ring, heads };
+
+// The ranks along the context axis: each has its part of the positions of the same samples.
+struct ContextLayout {
+  int ranks = 1;
+  ContextWay way = ContextWay::ring;
+  bool documents = false;  // samples are divided into documents that keep to themselves, on one rank too
+};
+
 // What a data-parallel step depends on, beside the model.
 struct DataParallel {
-  int replicate = 1;
-  int shard = 1;  // the sharding factor
+  int replicate = 1;  // ranks that hold the same part of the model, those along the context axis among them
+  int shard = 1;      // the sharding factor
   Sharded what = Sharded::none;
   Accumulation accumulation = Accumulation::sharded;
   int microbatches = 1;
-  // Whether a Unit's memory goes out between forward and backward. With `reshard_ranks` above 0 ranks keep the part of it
+  std::int64_t tokens = 0;   // of a microbatch, on a rank: what ranks exchange within layers depends on it,
+  std::int64_t samples = 1;  // and these are its samples
+  // Whether a Unit's memory is freed between forward and backward. With `reshard_ranks` above 0 ranks keep the part of it
   // that groups of so many need to gather it again.
   bool reshard_after_forward = true;
   int reshard_ranks = 0;
@@ -133,8 +158,18 @@ struct DataParallel {
   int powersgd_rank = 4;
   std::int64_t buffer_bytes = 0;  // of module buffers that are kept equal
   bool clip = false;              // gradients are clipped by their norm
+  ContextLayout context{};
 
   int ranks() const { return replicate * shard; }
+  // Ranks that read different samples.
+  int readers() const { return ranks() / context.ranks; }
+  // The same ranks with another sharding factor. REQUIRES: it divides readers().
+  DataParallel with_shard(int factor) const {
+    DataParallel other = *this;
+    other.replicate = ranks() / factor;
+    other.shard = factor;
+    return other;
+  }
   Factors factors() const { return factors_of(what, shard, accumulation); }
   // Whether parameters have memory on the device only while their Unit runs.
   bool comes_and_goes() const { return factors().parameters > 1 || offload == Offload::parameters; }

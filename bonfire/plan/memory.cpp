@@ -8,17 +8,18 @@
 #include "bonfire/base/size.h"
 #include "bonfire/plan/activation_bytes.h"
 #include "bonfire/plan/building.h"
-#include "bonfire/plan/course.h"
 #include "bonfire/plan/loans.h"
 #include "bonfire/plan/reductions.h"
+#include "bonfire/plan/step_events.h"
 
 namespace bonfire::plan {
 namespace {
 
-// The pool of gathered parameters. The first pass finds out the order: each Unit comes in when it is needed, and goes out
-// when it has run, whatever comes next. The ones after it follow the course; without one they are all like the first.
-std::int64_t gathered_bytes(const std::vector<CourseUnit>& units, const std::vector<FlatLayout>& flats,
-                            const DataParallel& layout, const std::vector<Event>* course) {
+// The pool of gathered parameters. The first pass finds out the order: each Unit is gathered when it is needed, and freed
+// when it has run, whatever comes next. The ones after it follow the order that was learned; without one they are all like
+// the first.
+std::int64_t gathered_bytes(const std::vector<StepUnit>& units, const std::vector<FlatLayout>& flats,
+                            const DataParallel& layout, const std::vector<Event>* events) {
   if (!layout.comes_and_goes()) return 0;
   constexpr std::size_t none = static_cast<std::size_t>(-1);
   Loans pool;
@@ -54,8 +55,8 @@ std::int64_t gathered_bytes(const std::vector<CourseUnit>& units, const std::vec
     let_go(*unit->flat);
   }
   root_goes();
-  for (int pass = 0; course && pass < 3; ++pass)
-    for (const auto& event : *course) {
+  for (int pass = 0; events && pass < 3; ++pass)
+    for (const auto& event : *events) {
       if (event.act == Act::gather) bring_in(event.index, event.place);
       if (event.act == Act::let_go) let_go(event.index);
       if (event.act == Act::keep_part) {
@@ -67,18 +68,27 @@ std::int64_t gathered_bytes(const std::vector<CourseUnit>& units, const std::vec
   return pool.bytes();
 }
 
-// Walks through a step: what is out beside the model's state, and when that is most.
+// What reductions hold from the first step on.
+struct Pools {
+  WholeGradients whole;
+  Arrivals arrivals;
+
+  std::int64_t bytes() const { return whole.memory.bytes() + arrivals.bytes(); }
+};
+
+// Walks through a step: what there is beside the model's state, and when that is most.
 class StepWalk {
  public:
-  StepWalk(const std::vector<FlatLayout>& flats, const DataParallel& layout, const Activations& activations, bool on_host)
+  StepWalk(Pools& pools, const std::vector<FlatLayout>& flats, const DataParallel& layout, const Activations& activations,
+           bool on_host)
       : flats_(flats),
         layout_(layout),
         activations_(activations),
-        reductions_(whole_, on_host ? &arrivals_ : nullptr, flats, layout) {}
+        reductions_(pools.whole, on_host ? &pools.arrivals : nullptr, flats, layout) {}
 
-  void follow(const std::vector<Event>& course) {
+  void follow(const std::vector<Event>& events) {
     compressed_ = 0;
-    for (const auto& event : course) {
+    for (const auto& event : events) {
       switch (event.act) {
         case Act::forward: note(activations_.in_forward[event.index]); break;
         case Act::open_gradients: reductions_.open(event.index); break;
@@ -103,8 +113,7 @@ class StepWalk {
     note(0);
   }
 
-  std::int64_t whole_gradients() const { return whole_.memory.bytes(); }
-  std::int64_t communication() const { return arrivals_.bytes() + compressed_at_peak_; }
+  std::int64_t compressed() const { return compressed_at_peak_; }
   std::int64_t activations() const { return activations_at_peak_; }
 
  private:
@@ -117,13 +126,20 @@ class StepWalk {
   const std::vector<FlatLayout>& flats_;
   const DataParallel& layout_;
   const Activations& activations_;
-  WholeGradients whole_;
-  Arrivals arrivals_;
   Reductions reductions_;
   std::int64_t compressed_ = 0;
   std::int64_t before_ = 0;  // what Units keep whose backward is yet to come
   std::int64_t activations_at_peak_ = 0, compressed_at_peak_ = 0;
 };
+
+// Goes by what is known of the order before it. Returns what the pools have come to hold.
+std::int64_t follow_first_step(Pools& pools, const ModelDescription& model, const std::vector<FlatLayout>& flats,
+                               const DataParallel& layout, const MemoryOptions& options) {
+  const auto units = step_units(model, flats);
+  const auto activations = activations_of(model, units, layout, {.memory = options});
+  StepWalk(pools, flats, layout, activations, options.on_host).follow(events_of_step(units, layout));
+  return pools.bytes();
+}
 
 }  // namespace
 
@@ -150,6 +166,20 @@ ModelState model_state(const std::vector<FlatLayout>& flats, const DataParallel&
   return state;
 }
 
+void hold_copy(Memory& memory, const std::vector<FlatLayout>& flats, const DataParallel& layout,
+               const MemoryOptions& options) {
+  if (!options.copies_to_save) return;
+  (options.on_host ? memory.saving : memory.state.host) += saved_bytes(flats, layout, options.optimizer_states);
+}
+
+std::int64_t saved_bytes(const std::vector<FlatLayout>& flats, const DataParallel& layout, int optimizer_states) {
+  std::int64_t bytes = 0;
+  for (const auto& flat : flats)
+    for (const auto& region : flat.regions)
+      bytes += region.trained ? region.elements * bytes_of(region.master) * (1 + optimizer_states) : region.bytes();
+  return bytes / (layout.shard * layout.replicate);
+}
+
 std::int64_t compressed_bytes(const FlatLayout& flat, const DataParallel& layout) {
   const std::int64_t elements = flat.trained_elements() / layout.shard;
   switch (layout.compression) {
@@ -166,21 +196,29 @@ Memory memory_of(const ModelDescription& model, const DataParallel& given, const
   DataParallel layout = given;
   // Nothing to move where ranks compute on the host.
   if (options.on_host) layout.offload = Offload::none;
-  const auto units = course_units(model, flats);
-  const auto course = course_of_step(units, layout);
+  const auto units = step_units(model, flats);
+  const auto events = events_of_step(units, layout);
   const auto activations = activations_of(model, units, layout, {.memory = options});
-  StepWalk walk(flats, layout, activations, options.on_host);
-  for (int step = 0; step < 2; ++step) walk.follow(course);
+  const auto first_flats = flats_of(groups_in_likely_order(model), given);
+  Pools pools;
+  const std::int64_t pools_at_first = follow_first_step(pools, model, first_flats, layout, options);
+  StepWalk walk(pools, flats, layout, activations, options.on_host);
+  for (int step = 1; step < 3; ++step) walk.follow(events);
   const bool unit_by_unit = given.comes_and_goes() && !options.built_whole;
-  return {.state = model_state(flats, layout, options.optimizer_states),
-          .gathered = gathered_bytes(units, flats, layout, options.learns_order ? &course : nullptr),
-          .whole_gradients = walk.whole_gradients(),
-          .communication = walk.communication(),
-          .activations = walk.activations(),
-          .data = options.data_bytes + model.constant_bytes,
-          .workspaces = options.workspace_bytes,
-          .building = model.constant_bytes +
-                      (unit_by_unit ? bytes_unit_by_unit(units, flats, layout) : bytes_of_whole_build(flats, layout))};
+  Memory memory{.state = model_state(flats, layout, options.optimizer_states),
+                .gathered = gathered_bytes(units, flats, layout, options.learns_order ? &events : nullptr),
+                .whole_gradients = pools.whole.memory.bytes(),
+                .communication = pools.arrivals.bytes() + walk.compressed(),
+                .activations = walk.activations(),
+                .data = options.data_bytes + model.constant_bytes,
+                .workspaces = options.workspace_bytes,
+                .building = model.constant_bytes + (unit_by_unit ? bytes_unit_by_unit(units, flats, layout)
+                                                                 : bytes_of_whole_build(first_flats, layout))};
+  hold_copy(memory, flats, layout, options);
+  memory.state.host += activations.on_host;
+  if (!given.comes_and_goes())
+    memory.moving = bytes_of_move(first_flats, flats, layout) + pools_at_first + memory.data + memory.workspaces;
+  return memory;
 }
 
 const std::vector<PrecisionKind>& precision_kinds() {
@@ -206,14 +244,11 @@ double reduction_factor(const PrecisionKind& kind, const Factors& factors, int o
 
 std::optional<Fit> smallest_fit(const ModelDescription& model, const DataParallel& layout, const MemoryOptions& options,
                                 std::int64_t cap) {
-  const int ranks = layout.ranks();
-  for (int shard = 1; shard <= ranks; ++shard) {
-    if (ranks % shard != 0) continue;
+  for (int shard = 1; shard <= layout.readers(); ++shard) {
+    if (layout.readers() % shard != 0) continue;
     for (const auto what : {Sharded::none, Sharded::optimizer, Sharded::gradients, Sharded::parameters}) {
       if ((what == Sharded::none) != (shard == 1)) continue;
-      DataParallel tried = layout;
-      tried.replicate = ranks / shard;
-      tried.shard = shard;
+      DataParallel tried = layout.with_shard(shard);
       tried.what = what;
       tried.reshard_ranks = 0;
       const std::int64_t bytes = memory_of(model, tried, options).total();
@@ -232,9 +267,7 @@ std::string does_not_fit(const ModelDescription& model, const DataParallel& layo
   if (const auto fit = smallest_fit(model, layout, options, cap))
     return text + fmt::format("; shard = {}, sharded = \"{}\" would fit with {}", fit->shard, name_of(fit->what),
                               format_bytes(fit->bytes));
-  DataParallel most = layout;
-  most.replicate = 1;
-  most.shard = layout.ranks();
+  DataParallel most = layout.with_shard(layout.readers());
   most.what = most.shard > 1 ? Sharded::parameters : layout.what;
   most.reshard_ranks = 0;
   return text +

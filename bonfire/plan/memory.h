@@ -33,12 +33,16 @@ struct MemoryOptions {
   bool on_host = true;
   // On the host: attention in fp32 is our own. Torch's keeps its result twice.
   bool own_attention = true;
+  // On the host: the CPU's library has convolutions in two bytes. Torch's own work otherwise.
+  bool narrow_convolutions = false;
   std::int64_t workspace_bytes = 0;  // what libraries of a GPU work in
+  bool copies_to_save = false;       // checkpoints are written from a copy, while training goes on
   bool learns_order = true;          // false: ranks agree on every gather, and none is ahead
+  bool inputs_on_host = false;       // those of recomputed Units are kept there; REQUIRES: ranks compute elsewhere
   bool built_whole = false;          // the model is built before any of it is sharded, whatever comes and goes afterwards
 };
 
-// At the peak of a run: that of a step, from the third on, or that of building the model.
+// At the peak of a run: that of a step, from the third on, that of building the model, or that of the first step's end.
 struct Memory {
   ModelState state{};
   std::int64_t gathered = 0;         // buffers for parameters of Units that are in
@@ -47,14 +51,21 @@ struct Memory {
   std::int64_t activations = 0;      // of one microbatch, with the gradients among them
   std::int64_t data = 0;             // batches, and the model's tables
   std::int64_t workspaces = 0;       // of libraries
+  std::int64_t saving = 0;           // the copy that a checkpoint is written from
   std::int64_t building = 0;         // all that is held, at most, before the first step
+  std::int64_t moving = 0;           // the same while parameters move to other buffers, when the first backward has ended
 
   std::int64_t step() const {
-    return state.total() + gathered + whole_gradients + communication + activations + data + workspaces;
+    return state.total() + gathered + whole_gradients + communication + activations + data + workspaces + saving;
   }
-  std::int64_t total() const { return std::max(step(), building); }
+  std::int64_t total() const { return std::max({step(), building, moving}); }
 };
 
+// What a rank writes of a checkpoint: all ranks together write everything once, and each about as much.
+BONFIRE_API std::int64_t saved_bytes(const std::vector<FlatLayout>& flats, const DataParallel& layout, int optimizer_states);
+// Where a copy of it is held, it is added.
+BONFIRE_API void hold_copy(Memory& memory, const std::vector<FlatLayout>& flats, const DataParallel& layout,
+                           const MemoryOptions& options);
 BONFIRE_API ModelState model_state(const std::vector<FlatLayout>& flats, const DataParallel& layout, int optimizer_states);
 // What the reduction of one buffer over the replicas holds until backward has ended, or, with PowerSGD, for good.
 BONFIRE_API std::int64_t compressed_bytes(const FlatLayout& flat, const DataParallel& layout);

@@ -29,7 +29,7 @@ std::vector<MemoryRow> memory_table(const ModelDescription& model, const DataPar
       for (const auto what : {Sharded::none, Sharded::optimizer, Sharded::gradients, Sharded::parameters}) {
         if ((shard == 1) != (what == Sharded::none)) continue;
         DataParallel tried = layout;
-        tried.replicate = ranks / shard;
+        tried.replicate = ranks / shard * layout.context.ranks;
         tried.shard = shard;
         tried.what = what;
         if (kind.compute != layout.compute) tried.scales = {};

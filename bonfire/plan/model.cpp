@@ -145,6 +145,13 @@ ModelSpec published_model(std::string_view name) {
 
 ModelSpec resolve(const ModelSpec& given) {
   ModelSpec spec = given;
+  const auto& adapter = spec.adapter;
+  if (adapter.rank < 0) fail_config("adapter.rank is {}; it must be at least 1, or 0 for no adapters", adapter.rank);
+  if (!(adapter.alpha > 0)) fail_config("adapter.alpha is {}; it must be above 0", adapter.alpha);
+  if (!(adapter.dropout >= 0 && adapter.dropout < 1))
+    fail_config("adapter.dropout is {}; it must be in [0, 1)", adapter.dropout);
+  if (spec.reversible && spec.type != ModelType::llama && spec.type != ModelType::gpt2)
+    fail_config("model.reversible is true; {} has no blocks of two parts. Allowed with: llama | gpt2", name_of(spec.type));
   if (!(spec.dropout >= 0 && spec.dropout < 1)) fail_config("model.dropout is {}; it must be in [0, 1)", spec.dropout);
   if (spec.ffn < 0) fail_config("model.ffn is {}; it must be at least 1, or 0 for the usual width", spec.ffn);
   if (spec.type == ModelType::vgg) {
@@ -201,7 +208,7 @@ std::vector<std::string> chain_of(const ModelDescription& model) {
 }
 
 ModelDescription part_of(const ModelDescription& model, int begin, int end) {
-  ModelDescription part{.spec = model.spec, .units = {}, .constant_bytes = model.constant_bytes};
+  ModelDescription part{.spec = model.spec, .units = {}, .constant_bytes = model.constant_bytes, .tensor = model.tensor};
   int number = 0;
   bool shares = false;
   for (const auto& unit : model.units) {

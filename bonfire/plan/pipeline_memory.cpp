@@ -1,13 +1,16 @@
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <utility>
 
 #include "bonfire/plan/activation_bytes.h"
+#include "bonfire/plan/adapters.h"
 #include "bonfire/plan/building.h"
-#include "bonfire/plan/course.h"
 #include "bonfire/plan/loans.h"
 #include "bonfire/plan/pipeline.h"
 #include "bonfire/plan/reductions.h"
+#include "bonfire/plan/step_events.h"
+#include "bonfire/plan/unit_window.h"
 
 namespace bonfire::plan {
 namespace {
@@ -25,6 +28,11 @@ struct PutOff {
   std::int64_t retained = -1;
   std::int64_t at_its_end = 0;  // a norm's own gradient, its input, and what goes past it
 };
+std::int64_t rows_of(const UnitDescription& unit, const std::string& layer) {
+  for (const auto& parameter : unit.parameters)
+    if (parameter.name == layer + ".weight") return parameter.shape[0];
+  return 0;
+}
 PutOff put_off(const ModelDescription& part, const UnitDescription& unit, const UnitDescription& described, Dtype compute) {
   PutOff all;
   if (unit.kind == UnitKind::root) return all;
@@ -38,6 +46,16 @@ PutOff put_off(const ModelDescription& part, const UnitDescription& unit, const 
   const auto add = [&](const ParameterDescription& parameter) {
     const auto& shape = parameter.shape;
     if (!parameter.trained || shape.size() < 2) return;
+    // An adapter's two factors are small, but for what its product has read and the gradient of what that has made, which
+    // all adapters of the product share.
+    if (is_adapter(parameter.name)) {
+      if (!parameter.name.ends_with(".a")) return;
+      const std::string layer = parameter.name.substr(0, parameter.name.find(".adapters."));
+      const bool first = adapter_parameter(layer, adapters_of(unit, layer).front().name, 'a') == parameter.name;
+      all.elements += 2 * shape[0] + (first ? shape[1] + rows_of(unit, layer) : 0);
+      all.kept += shape[0] + (first ? shape[1] : 0);
+      return;
+    }
     // The rows of a table need the gradient alone, and all tables the same; a product that begins the model, also what it
     // has made of the data.
     if (unit.kind == UnitKind::embedding) {
@@ -71,32 +89,17 @@ struct StageCosts {
   StageCosts(const ModelDescription& model, const PipelineLayout& layout, int stage)
       : part(stage_model(model, layout, stage)),
         flats(flats_of_stage(model, layout, stage)),
-        units(course_units(part, flats)) {
+        units(step_units(part, flats)) {
     const auto described = describe(model.spec);
     for (const auto& unit : part.units) later.push_back(put_off(part, unit, described.unit(unit.name), layout.data.compute));
-    bool before = false;
-    int at = 0;
-    for (const auto& unit : model.units) {
-      if (unit.kind == UnitKind::root || at++ >= layout.stages[static_cast<std::size_t>(stage)].begin) continue;
-      before = before || trains(model, unit);
-    }
-    differentiates = before;
-  }
-
-  static bool trains(const ModelDescription& model, const UnitDescription& unit) {
-    const auto trained = [](const ParameterDescription& parameter) { return parameter.trained; };
-    if (std::any_of(unit.parameters.begin(), unit.parameters.end(), trained)) return true;
-    return std::any_of(unit.shared.begin(), unit.shared.end(), [&](const std::string& name) {
-      const auto& root = model.units.front().parameters;
-      return std::any_of(root.begin(), root.end(), [&](const auto& one) { return one.name == name && one.trained; });
-    });
+    differentiates = trains_before(model, layout, stage);
   }
 
   bool runs_backward(std::size_t unit) const { return !units[unit].root && (differentiates || units[unit].backward); }
 
   ModelDescription part;
   std::vector<FlatLayout> flats;
-  std::vector<CourseUnit> units;
+  std::vector<StepUnit> units;
   std::vector<PutOff> later;    // by Unit
   bool differentiates = false;  // a gradient of what comes in is wanted
 };
@@ -110,16 +113,20 @@ class RowMemory {
     if (options.on_host) layout_.data.offload = Offload::none;
     for (const auto& action : row_)
       if (action.kind == Kind::forward) stages_.try_emplace(action.stage, model, layout, action.stage);
-    for (auto& [stage, costs] : stages_)
+    for (auto& [stage, costs] : stages_) {
       reductions_.try_emplace(stage, whole_, options.on_host ? &arrivals_ : nullptr, costs.flats, layout_.data);
+      if (layout_.gathers_units && layout_.data.comes_and_goes()) add_window(stage, costs);
+    }
   }
 
   Memory run() {
     // A stage's parameters come in once before the first step, to see what it makes.
-    for (auto& [stage, costs] : stages_) unshard(stage), reshard(stage);
+    for (auto& [stage, costs] : stages_) see(stage);
     for (int step = 0; step < 3; ++step) {
+      for (auto& [stage, window] : windows_) window.begin(/*knows_order=*/step > 0);
       now_ = 0;
       compressed_ = 0;
+      sent_.clear();
       for (at_ = 0; at_ < row_.size(); ++at_) execute(row_[at_]);
     }
     Memory memory{.gathered = gathered_.bytes(),
@@ -131,6 +138,7 @@ class RowMemory {
     std::vector<FlatLayout> flats;
     for (const auto& [stage, costs] : stages_) flats.insert(flats.end(), costs.flats.begin(), costs.flats.end());
     memory.state = model_state(flats, layout_.data, options_.optimizer_states);
+    hold_copy(memory, flats, layout_.data, options_);
     memory.building = model_.constant_bytes + bytes_of_whole_build(flats, layout_.data);
     return memory;
   }
@@ -141,8 +149,8 @@ class RowMemory {
   void execute(const Action& action) {
     const Slot slot{action.stage, action.microbatch};
     switch (action.kind) {
-      case Kind::forward: return forward(slot);
-      case Kind::backward: return backward(slot);
+      case Kind::forward: gather_units(action); return forward(slot);
+      case Kind::backward: gather_units(action); return backward(slot);
       case Kind::input_gradient: return input_half(slot);
       case Kind::weight_gradient: return weight_half(slot);
       case Kind::receive_forward: received_[slot] = borrow(action.stage - 1, action.microbatch); return;
@@ -187,6 +195,7 @@ class RowMemory {
   }
 
   void forward(const Slot& slot) {
+    forget_sent(slot.second);
     const auto& of = activations(slot);
     note(*std::max_element(of.in_forward.begin(), of.in_forward.end()));
     now_ += kept(slot) + crossing(slot.first, slot.second);
@@ -216,7 +225,16 @@ class RowMemory {
     if (!stages_.at(slot.first).differentiates) return;
     const auto bytes = crossing(slot.first - 1, slot.second);
     note(bytes);
-    if (here(slot.first - 1) || options_.on_host) now_ += bytes;
+    if (!here(slot.first - 1) && !options_.on_host) return;
+    now_ += bytes;
+    if (layout_.sent_window > 0 && !here(slot.first - 1)) sent_.emplace_back(slot.second, bytes);
+  }
+  // By the time of this forward.
+  void forget_sent(int microbatch) {
+    while (!sent_.empty() && sent_.front().first + layout_.sent_window < microbatch) {
+      now_ -= sent_.front().second;
+      sent_.pop_front();
+    }
   }
 
   // More than what `now_` counts, while backward is at this Unit.
@@ -258,7 +276,8 @@ class RowMemory {
       note(at_unit(slot, unit) + later + retained);
       const std::int64_t before = unit > 0 ? of.kept[unit - 1] : input_within(slot);
       later += put_off.elements * size;
-      retained += put_off.retained < 0 ? of.kept[unit] - before - put_off.kept * size : put_off.retained * size;
+      retained +=
+          put_off.retained < 0 ? of.kept[unit] + of.again[unit] - before - put_off.kept * size : put_off.retained * size;
       const std::int64_t made = unit > 0 ? of.incoming[unit - 1] : crossing(slot.first - 1, slot.second);
       note(before - counted + later + retained + made + put_off.at_its_end * size);
     }
@@ -314,6 +333,31 @@ class RowMemory {
       note(beside + rounding_bytes(costs.flats[flat], layout_.data));
     }
   }
+  void see(int stage) {
+    if (const auto window = windows_.find(stage); window != windows_.end()) {
+      window->second.begin(/*knows_order=*/false);
+      return window->second.run(/*backward=*/false);
+    }
+    unshard(stage);
+    reshard(stage);
+  }
+  // The most that is gathered at a time is all that is asked of it.
+  void gather_units(const Action& action) {
+    if (const auto window = windows_.find(action.stage); window != windows_.end())
+      window->second.run(action.kind == Kind::backward);
+  }
+  void add_window(int stage, const StageCosts& costs) {
+    const UnitWindow::Events events{.gather =
+                                        [this, stage, &costs](std::size_t flat, std::int64_t place) {
+                                          in_[stage].resize(costs.flats.size());
+                                          in_[stage][flat] =
+                                              gathered_.borrow(costs.flats[flat].bytes,
+                                                               place < 0 ? place : stage * places_of_a_stage + place);
+                                        },
+                                    .let_go = [this, stage](std::size_t flat) { gathered_.give_back(in_[stage][flat]); }};
+    windows_.try_emplace(stage, units_of_stage(model_, layout_, stage, costs.flats), backwards_of_stage(layout_, stage),
+                         layout_.data, events);
+  }
   void unshard(int stage) {
     if (!layout_.data.comes_and_goes()) return;
     const auto& flats = stages_.at(stage).flats;
@@ -344,10 +388,12 @@ class RowMemory {
   Loans links_;
   Arrivals arrivals_;
   std::map<int, Reductions> reductions_;
-  std::map<int, std::vector<std::size_t>> in_;  // loans of stages that are gathered
+  std::map<int, std::vector<std::size_t>> in_;  // loans of stages that are gathered, or of their Units by buffer
+  std::map<int, UnitWindow> windows_;           // of stages whose Units are gathered one by one
   std::map<Slot, std::size_t> received_, gradients_;
   std::map<Slot, std::int64_t> put_off_;
-  std::size_t at_ = 0;  // the cell
+  std::deque<std::pair<int, std::int64_t>> sent_;  // gradients, by microbatch: bytes
+  std::size_t at_ = 0;                             // the cell
   std::int64_t now_ = 0, most_ = 0, compressed_ = 0, compressed_at_peak_ = 0;
 };
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "bonfire/plan/course.h"
+#include "bonfire/plan/step_events.h"
 
 namespace bonfire::plan {
 

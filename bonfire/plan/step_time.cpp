@@ -17,7 +17,7 @@ using schedule::Task;
 
 class Builder {
  public:
-  Builder(const std::vector<CourseUnit>& units, const DataParallel& layout, const StepCosts& costs, Host host)
+  Builder(const std::vector<StepUnit>& units, const DataParallel& layout, const StepCosts& costs, Host host)
       : units_(units),
         layout_(layout),
         costs_(costs),
@@ -26,9 +26,9 @@ class Builder {
         gathered_(costs.flats.size()) {}
 
   StepTime run() && {
-    const auto course = course_of_step(units_, layout_);
-    const auto buffers = buffers_of(course);
-    for (std::size_t at = 0; at < course.size(); ++at) add(course[at], buffers[at]);
+    const auto events = events_of_step(units_, layout_);
+    const auto buffers = buffers_of(events);
+    for (std::size_t at = 0; at < events.size(); ++at) add(events[at], buffers[at]);
     finish();
     clock_.run();
     StepTime time{.seconds = clock_.makespan(), .compute = clock_.busy(compute_), .communication = clock_.busy(wire_)};
@@ -40,12 +40,12 @@ class Builder {
  private:
   // Which buffer of the pool each gather fills, and each let_go frees: as it is when the pool has settled. Sizes do not
   // matter, because the window alone decides how many are out.
-  std::vector<std::size_t> buffers_of(const std::vector<Event>& course) const {
+  std::vector<std::size_t> buffers_of(const std::vector<Event>& events) const {
     Loans pool;
-    std::vector<std::size_t> buffers(course.size()), loan(costs_.flats.size());
+    std::vector<std::size_t> buffers(events.size()), loan(costs_.flats.size());
     for (int pass = 0; pass < 3; ++pass)
-      for (std::size_t at = 0; at < course.size(); ++at) {
-        const auto& event = course[at];
+      for (std::size_t at = 0; at < events.size(); ++at) {
+        const auto& event = events[at];
         if (event.act == Act::gather) buffers[at] = loan[event.index] = pool.borrow(1, event.place);
         if (event.act != Act::let_go && event.act != Act::keep_part) continue;
         buffers[at] = loan[event.index];
@@ -120,7 +120,7 @@ class Builder {
     }
   }
 
-  const std::vector<CourseUnit>& units_;
+  const std::vector<StepUnit>& units_;
   const DataParallel& layout_;
   const StepCosts& costs_;
   Host host_;
@@ -142,7 +142,26 @@ class Builder {
 
 }  // namespace
 
-StepTime time_of_step(const std::vector<CourseUnit>& units, const DataParallel& layout, const StepCosts& costs, Host host) {
+double part_made_again(const ModelDescription& model, const UnitDescription& unit) {
+  if (unit.recompute != Recompute::selective) return unit.recompute == Recompute::full ? 1 : 0;
+  double elements = 0;
+  for (const auto& parameter : unit.parameters) {
+    const bool first = parameter.name == "attention.qkv.weight" || parameter.name == "feed.up.weight" ||
+                       parameter.name == "feed.gate_up.weight";
+    if (first) elements += static_cast<double>(parameter.elements());
+  }
+  return 2 * elements / unit.forward_flops(model.spec.positions);
+}
+
+StepCosts recomputing(StepCosts costs, const ModelDescription& model) {
+  require(costs.units.size() == model.units.size(), "costs of {} Units for a model of {}", costs.units.size(),
+          model.units.size());
+  for (std::size_t at = 0; at < model.units.size(); ++at)
+    costs.units[at].backward += part_made_again(model, model.units[at]) * costs.units[at].forward;
+  return costs;
+}
+
+StepTime time_of_step(const std::vector<StepUnit>& units, const DataParallel& layout, const StepCosts& costs, Host host) {
   std::size_t flats = 0;
   for (const auto& unit : units) flats = std::max(flats, unit.flat ? *unit.flat + 1 : 0);
   require(costs.units.size() == units.size() && costs.flats.size() == flats,

@@ -3,9 +3,9 @@
 #include <vector>
 
 #include "bonfire/base/api.h"
-#include "bonfire/plan/course.h"
+#include "bonfire/plan/step_events.h"
 
-// How long a step takes: its course on a clock with one stream of computation and one of communication.
+// How long a step takes: its events on a clock with one stream of computation and one of communication.
 namespace bonfire::plan {
 
 struct UnitCost {
@@ -28,6 +28,11 @@ struct StepCosts {
   double scalar = 0;            // one all-reduce of a number: the loss, the norm
   double update = 0;            // the optimizer's
 };
+
+// What of a forward's time backward makes again: 1 for all of it; in part, its share of the products.
+BONFIRE_API double part_made_again(const ModelDescription& model, const UnitDescription& unit);
+// The same where backward makes parts of forwards again. REQUIRES: costs without recomputation, of the model's Units.
+BONFIRE_API StepCosts recomputing(StepCosts costs, const ModelDescription& model);
 
 // How the host and the streams go together.
 enum class Host {
@@ -52,7 +57,7 @@ struct StepTime {
 };
 
 // REQUIRES: as many costs as there are Units and buffers.
-BONFIRE_API StepTime time_of_step(const std::vector<CourseUnit>& units, const DataParallel& layout, const StepCosts& costs,
+BONFIRE_API StepTime time_of_step(const std::vector<StepUnit>& units, const DataParallel& layout, const StepCosts& costs,
                                   Host host = Host::computes);
 
 }  // namespace bonfire::plan

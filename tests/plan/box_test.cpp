@@ -5,7 +5,7 @@
 #include <map>
 #include <random>
 
-namespace bonfire {
+namespace bonfire::box_test {
 namespace {
 
 std::vector<CommonRun> runs(const Piece& one, const Piece& other) {
@@ -108,4 +108,4 @@ TEST(Box, RandomPiecesShareWhatBothHold) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::box_test

@@ -8,7 +8,7 @@
 #include "bonfire/plan/layout.h"
 #include "tests/plan/toy_model.h"
 
-namespace bonfire::plan {
+namespace bonfire::plan::collectives_test {
 namespace {
 
 using testing::tied_toy_model;
@@ -228,4 +228,4 @@ TEST(BytesMovedToFewer, AreFewer) {
 }
 
 }  // namespace
-}  // namespace bonfire::plan
+}  // namespace bonfire::plan::collectives_test

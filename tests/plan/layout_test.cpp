@@ -6,7 +6,7 @@
 
 #include "bonfire/base/error.h"
 
-namespace bonfire::plan {
+namespace bonfire::plan::layout_test {
 namespace {
 
 ParameterGroup group(const std::string& name, std::vector<std::int64_t> elements, bool trained = true) {
@@ -35,6 +35,26 @@ TEST(Bucket, CountsFrozenParametersToo) {
   ASSERT_EQ(buckets.size(), 4u);
   EXPECT_EQ(buckets[1].groups, (std::vector<std::size_t>{1, 2}));
   EXPECT_FALSE(buckets[1].any_trained());
+}
+
+// In one buffer, each with its kind: split weights, whole ones beside them, and every tied weight by itself.
+TEST(Bucket, KeepsWhatIsHeldElsewhereInRegionsOfItsOwn) {
+  auto all = group("a", {100, 200, 300, 400, 500});
+  all.parameters[0].placement = {.shape = {200}, .boxes = {Box{{100}, {200}}}};
+  all.parameters[1].placement = {.tie = "one"};
+  all.parameters[2].placement = {.tie = "other", .copy = 1};
+  const auto buckets = bucket({all}, {.parts = 2});
+  ASSERT_EQ(buckets.size(), 1u);
+  const auto& [groups, segments, regions, bytes] = buckets[0];
+  ASSERT_EQ(regions.size(), 4u);
+  EXPECT_EQ(segments[3].region, segments[4].region);
+  EXPECT_TRUE(regions[segments[0].region].split);
+  EXPECT_FALSE(regions[segments[3].region].split);
+  EXPECT_EQ(regions[segments[1].region].tie, "one");
+  EXPECT_EQ(regions[segments[2].region].tie, "other");
+  EXPECT_EQ(regions[segments[2].region].copy, 1);
+  EXPECT_EQ(segments[0].placement.name, "a0");
+  EXPECT_EQ(segments[4].placement.boxes, std::vector<Box>{whole_box({500})});
 }
 
 TEST(Groups, WithNothingToReduceComeLast) {
@@ -126,4 +146,4 @@ TEST(LowRank, OnlyWhereItHelps) {
 }
 
 }  // namespace
-}  // namespace bonfire::plan
+}  // namespace bonfire::plan::layout_test

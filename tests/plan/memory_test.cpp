@@ -8,12 +8,12 @@
 #include <fmt/format.h>
 
 #include "bonfire/plan/activation_bytes.h"
-#include "bonfire/plan/course.h"
 #include "bonfire/plan/loans.h"
 #include "bonfire/plan/memory_table.h"
+#include "bonfire/plan/step_events.h"
 #include "tests/plan/toy_model.h"
 
-namespace bonfire::plan {
+namespace bonfire::plan::memory_test {
 namespace {
 
 using testing::tied_toy_model;
@@ -240,6 +240,19 @@ TEST(Memory, ActivationsFollowBackward) {
   EXPECT_EQ(memory_of(model, {.compute = Dtype::bf16}, {.tokens = 7}).activations, 7 * 2 * (30 + 3 + 2) + 7 * 4 * (20 + 50));
 }
 
+// In fp32 convolutions copy what they read into an order of their own. In two bytes not every CPU's library has them:
+// torch's own write down each input nine times.
+TEST(Memory, ConvolutionsInTwoBytesWorkInBlocksWhereTheLibraryHasThem) {
+  const auto model = describe({.type = ModelType::vgg, .image = 32, .pool = 1, .convolutions = {32, 32, 0, 32}});
+  constexpr std::int64_t samples = 64, input = 32 * 32 * 32;
+  const auto activations = [&](Dtype compute, bool narrow_convolutions) {
+    return memory_of(model, {.compute = compute}, {.tokens = samples, .narrow_convolutions = narrow_convolutions})
+        .activations;
+  };
+  EXPECT_EQ(activations(Dtype::fp32, true), activations(Dtype::fp32, false));
+  EXPECT_EQ(activations(Dtype::bf16, false) - activations(Dtype::bf16, true), 2 * (9 - 2) * input * samples);
+}
+
 // Units in front of everything that is trained are run without a graph: they keep nothing.
 TEST(Memory, UnitsBeforeTheFirstTrainedOneKeepNothing) {
   auto model = toy_model({256, 256, 256});
@@ -266,7 +279,7 @@ TEST(Memory, OfTheFirstTrainedUnitCountsWhatFollowsItsFirstTrainedWeight) {
             });
     const DataParallel layout{};
     const auto flats = flats_of(model, layout);
-    return activations_of(model, course_units(model, flats), layout, {.memory = {.tokens = 1}}).kept.back() / 4;
+    return activations_of(model, step_units(model, flats), layout, {.memory = {.tokens = 1}}).kept.back() / 4;
   };
   // Input, q, k, v, the result of attention, the middle, gate and up; rstd twice and a sum for each head.
   const std::int64_t head = 64 + 64 + 100 + 1, block = 64 + 3 * 64 + 64 + 64 + 2 * 96 + 6;
@@ -306,6 +319,36 @@ TEST(Building, HoldsOneBufferTwice) {
   const DataParallel sharded{.shard = 4, .what = Sharded::parameters};
   EXPECT_EQ(memory_of(model, sharded, options).building, 3 * unit / 4 + unit + unit / 4);
   EXPECT_EQ(memory_of(model, sharded, {.optimizer_states = 0, .built_whole = true}).building, 4 * unit + unit / 4);
+}
+
+// The first backward shows that the root's weight is read by the last Unit alone, and is finished first.
+TEST(Moving, HoldsOldBuffersUntilTheirLastParameterHasMoved) {
+  auto model = toy_model({1024, 1024, 1024, 1024});
+  model.units.front().kind = UnitKind::root;
+  model.units.push_back({.name = "last", .shared = {model.units.front().parameters[0].name}});
+  const std::int64_t unit = 4096;
+  DataParallel layout{.buckets = {.bucket_bytes = 2 * unit, .first_bucket_bytes = 2 * unit}};
+  const auto names = [&] {
+    std::vector<std::string> all;
+    for (const auto& flat : flats_of(model, layout))
+      for (const auto& segment : flat.segments) all.push_back(segment.name);
+    return all;
+  };
+  const auto name = [&](std::size_t at) { return full_name(model.units[at], model.units[at].parameters[0]); };
+  EXPECT_EQ(names(), (std::vector{name(0), name(3), name(2), name(1)}));
+  // Two buffers with their gradients, the first of the new ones with its own, and the second.
+  const MemoryOptions options{.optimizer_states = 0};
+  EXPECT_EQ(memory_of(model, layout, options).moving, (4 + 4 + 2 + 2 + 2) * unit);
+  // Masters are gathered, and take the place of the parameters.
+  layout.compute = Dtype::bf16;
+  layout.shard = 2;
+  layout.what = Sharded::optimizer;
+  const auto memory = memory_of(model, layout, options);
+  EXPECT_EQ(memory.moving, (4 + 4 + (1 + 1 + 2) + (1 + 1)) * unit + memory.communication);
+  // One that was guessed right moves nothing.
+  model.units.back().shared.clear();
+  model.units[1].shared = {model.units.front().parameters[0].name};
+  EXPECT_EQ(names(), (std::vector{name(3), name(2), name(1), name(0)}));
 }
 
 TEST(Memory, ShardingMoreNeverNeedsMore) {
@@ -373,4 +416,4 @@ TEST(Fit, IsTheSmallestFactorThatFits) {
 }
 
 }  // namespace
-}  // namespace bonfire::plan
+}  // namespace bonfire::plan::memory_test

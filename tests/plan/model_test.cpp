@@ -6,7 +6,7 @@
 
 #include "bonfire/base/error.h"
 
-namespace bonfire::plan {
+namespace bonfire::plan::model_test {
 namespace {
 
 std::vector<ModelSpec> small_specs() {
@@ -99,4 +99,4 @@ TEST(Model, RefusesWhatCannotBe) {
 }
 
 }  // namespace
-}  // namespace bonfire::plan
+}  // namespace bonfire::plan::model_test

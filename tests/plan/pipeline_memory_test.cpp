@@ -4,9 +4,9 @@
 
 #include "bonfire/plan/pipeline.h"
 #include "bonfire/schedule/generate.h"
-#include "bonfire/schedule/passes.h"
+#include "bonfire/schedule/lowering.h"
 
-namespace bonfire::plan {
+namespace bonfire::plan::pipeline_memory_test {
 namespace {
 
 const ModelSpec spec{.type = ModelType::llama, .dim = 64, .layers = 6, .heads = 4, .ffn = 96, .vocab = 100};
@@ -80,4 +80,4 @@ TEST(PipelineMemory, OfAPipelineIsThatOfTheRankThatNeedsMost) {
 }
 
 }  // namespace
-}  // namespace bonfire::plan
+}  // namespace bonfire::plan::pipeline_memory_test

@@ -5,9 +5,10 @@
 #include <algorithm>
 
 #include "bonfire/base/error.h"
+#include "bonfire/plan/activations.h"
 #include "tests/plan/toy_model.h"
 
-namespace bonfire::plan {
+namespace bonfire::plan::step_time_test {
 namespace {
 
 using testing::tied_toy_model;
@@ -19,7 +20,7 @@ StepTime time_of(const ModelDescription& model, const DataParallel& layout, Flat
   StepCosts costs{.units = std::vector<UnitCost>(model.units.size(), {1, 2}),
                   .flats = std::vector<FlatCost>(flats.size(), each)};
   if (model.units.front().kind == UnitKind::root) costs.units.front() = {};
-  return time_of_step(course_units(model, flats), layout, costs, host);
+  return time_of_step(step_units(model, flats), layout, costs, host);
 }
 
 Span span(const StepTime& time, Act act, std::size_t index, int nth = 0) {
@@ -105,7 +106,7 @@ TEST(StepTime, OfReplicasAndOfZero1) {
   const StepCosts costs{.units = std::vector<UnitCost>(3, {1, 2}),
                         .flats = std::vector<FlatCost>(3, {.reduce = 3, .refresh = 2}),
                         .update = 3};
-  EXPECT_DOUBLE_EQ(time_of_step(course_units(abc, flats), zero1, costs).seconds, 15 + 6);
+  EXPECT_DOUBLE_EQ(time_of_step(step_units(abc, flats), zero1, costs).seconds, 15 + 6);
 }
 
 TEST(StepTime, OfATiedWeightEndsWithItsReduction) {
@@ -136,9 +137,33 @@ TEST(StepTime, MoreAheadIsNeverSlower) {
 }
 
 TEST(StepTime, RefusesCostsOfAnotherModel) {
-  const auto units = course_units(abc, flats_of(abc, {}));
+  const auto units = step_units(abc, flats_of(abc, {}));
   EXPECT_THROW(time_of_step(units, {}, {}), Error);
 }
 
+// What a forward repeats is a part of the backward that repeats it.
+TEST(Recomputing, AddsToBackwardWhatItMakesAgain) {
+  for (const auto type : {ModelType::llama, ModelType::gpt2, ModelType::mlp}) {
+    const auto described =
+        describe({.type = type, .dim = 64, .layers = 4, .heads = 4, .ffn = 192, .vocab = 64, .positions = 32});
+    const StepCosts costs{.units = std::vector<UnitCost>(described.units.size(), {3, 6})};
+    auto full = described, part = described;
+    recompute(full, Recompute::full, 2);
+    recompute(part, Recompute::selective);
+    const auto whole = recomputing(costs, full), some = recomputing(costs, part);
+    for (std::size_t at = 0; at < described.units.size(); ++at) {
+      const auto& name = described.units[at].name;
+      const bool block = described.units[at].kind == UnitKind::block;
+      EXPECT_EQ(whole.units[at].backward, name == "blocks.0" || name == "blocks.2" ? 9 : 6) << name;
+      EXPECT_EQ(whole.units[at].forward, 3);
+      if (!block) EXPECT_EQ(some.units[at].backward, 6) << name;
+      if (!block) continue;
+      // Two of a block's products, each about half of its part.
+      EXPECT_GT(some.units[at].backward, 6 + 3 * 0.4) << name;
+      EXPECT_LT(some.units[at].backward, 6 + 3 * 0.75) << name;
+    }
+  }
+}
+
 }  // namespace
-}  // namespace bonfire::plan
+}  // namespace bonfire::plan::step_time_test

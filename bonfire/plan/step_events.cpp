@@ -1,4 +1,4 @@
-#include "bonfire/plan/course.h"
+#include "bonfire/plan/step_events.h"
 
 #include <algorithm>
 #include <string>
@@ -13,7 +13,7 @@ constexpr std::size_t nowhere = static_cast<std::size_t>(-1);
 
 class Walk {
  public:
-  Walk(const std::vector<CourseUnit>& units, const DataParallel& layout)
+  Walk(const std::vector<StepUnit>& units, const DataParallel& layout)
       : units_(units), layout_(layout), factors_(layout.factors()) {
     std::size_t flats = 0;
     for (std::size_t at = 0; at < units.size(); ++at) {
@@ -123,7 +123,7 @@ class Walk {
 
   void add(Act act, std::size_t index) { events_.push_back({act, index, microbatch_}); }
 
-  const std::vector<CourseUnit>& units_;
+  const std::vector<StepUnit>& units_;
   const DataParallel& layout_;
   Factors factors_;
   std::vector<Gather> gathers_;  // of a pass
@@ -144,12 +144,12 @@ std::string full_name(const UnitDescription& unit, const ParameterDescription& p
   return unit.name.empty() ? parameter.name : unit.name + "." + parameter.name;
 }
 
-std::vector<CourseUnit> course_units(const ModelDescription& model, const std::vector<FlatLayout>& flats) {
+std::vector<StepUnit> step_units(const ModelDescription& model, const std::vector<FlatLayout>& flats) {
   std::unordered_map<std::string, std::size_t> homes;  // of parameters
   for (std::size_t flat = 0; flat < flats.size(); ++flat)
     for (const auto& segment : flats[flat].segments) homes[segment.name] = flat;
 
-  std::vector<CourseUnit> units(model.units.size());
+  std::vector<StepUnit> units(model.units.size());
   std::size_t root = nowhere;
   for (std::size_t at = 0; at < units.size(); ++at) {
     const auto& from = model.units[at];
@@ -160,8 +160,17 @@ std::vector<CourseUnit> course_units(const ModelDescription& model, const std::v
     if (unit.root) root = at;
     const bool trained =
         std::any_of(from.parameters.begin(), from.parameters.end(), [](const auto& p) { return p.trained; });
-    if (trained) unit.writes.push_back(*unit.flat);
+    if (trained && !unit.root) unit.writes.push_back(*unit.flat);
   }
+  // Whatever Units read of it, their backward finishes.
+  const auto is_read = [&](const ParameterDescription& parameter) {
+    return std::any_of(model.units.begin(), model.units.end(), [&](const UnitDescription& unit) {
+      return std::find(unit.shared.begin(), unit.shared.end(), parameter.name) != unit.shared.end();
+    });
+  };
+  if (root != nowhere && std::any_of(model.units[root].parameters.begin(), model.units[root].parameters.end(),
+                                     [&](const auto& parameter) { return parameter.trained && !is_read(parameter); }))
+    units[root].writes.push_back(*units[root].flat);
   bool reached = false;
   for (std::size_t at = 0; at < units.size(); ++at) {
     auto& unit = units[at];
@@ -179,7 +188,12 @@ std::vector<CourseUnit> course_units(const ModelDescription& model, const std::v
   return units;
 }
 
-std::vector<Event> course_of_step(const std::vector<CourseUnit>& units, const DataParallel& layout) {
+bool input_differentiates(const std::vector<StepUnit>& units, std::size_t unit, bool before) {
+  if (unit == 0 || units[unit - 1].root) return before;
+  return units[unit - 1].backward;
+}
+
+std::vector<Event> events_of_step(const std::vector<StepUnit>& units, const DataParallel& layout) {
   require(layout.replicate >= 1 && layout.microbatches >= 1 && layout.prefetch >= 0,
           "a layout of {} replicas, {} microbatches and {} Units ahead; allowed: at least 1, 1 and 0", layout.replicate,
           layout.microbatches, layout.prefetch);
