@@ -16,11 +16,6 @@ __device__ inline float magnitude_of(float x) {
   return magnitude <= 3.402823466e+38f ? magnitude : 0.0f;
 }
 
-template <bool wide_range>
-__device__ float scale_for(float magnitude) {
-  return magnitude > 0 ? fminf(largest_in_eight_bits<wide_range> / magnitude, most_scale) : 1.0f;
-}
-
 // x times scale; no number where x is infinite, since rounding would stop it at the largest number.
 __device__ inline float scaled(float x, float scale) { return fmaf(x, scale, x - x); }
 

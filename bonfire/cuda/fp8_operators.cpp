@@ -114,8 +114,8 @@ QuantizedSwigluMemory swiglu_memory(const Tensor& gate_up) {
           .type = element_of(gate_up)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> swiglu_cuda(const Tensor& gate_up, Tensor history, const OptionalTensor& later,
-                                               std::int64_t position, bool transposed) {
+std::tuple<Tensor, Tensor, Tensor> quantized_swiglu_cuda(const Tensor& gate_up, Tensor history, const OptionalTensor& later,
+                                                         std::int64_t position, bool transposed) {
   const c10::cuda::CUDAGuard guard(gate_up.device());
   auto memory = swiglu_memory(gate_up);
   const auto options = gate_up.options().dtype(eight_bits(false));
@@ -131,11 +131,9 @@ std::tuple<Tensor, Tensor, Tensor> swiglu_cuda(const Tensor& gate_up, Tensor his
   return {values, turned, inverse};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> swiglu_backward_cuda(const Tensor& d_out, const Tensor& gate_up,
-                                                                        OptionalTensor history, const OptionalTensor& later,
-                                                                        std::int64_t position, Tensor gradient_history,
-                                                                        const OptionalTensor& gradient_later,
-                                                                        std::int64_t gradient_position) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantized_swiglu_backward_cuda(
+    const Tensor& d_out, const Tensor& gate_up, OptionalTensor history, const OptionalTensor& later, std::int64_t position,
+    Tensor gradient_history, const OptionalTensor& gradient_later, std::int64_t gradient_position) {
   const c10::cuda::CUDAGuard guard(gate_up.device());
   auto memory = swiglu_memory(gate_up);
   require_quantizable(d_out, 16);
@@ -202,8 +200,8 @@ Tensor transposed_cuda(const Tensor& x) {
 TORCH_LIBRARY_IMPL(bonfire, CUDA, m) {
   m.impl("fp8_quantize", quantize_cuda);
   m.impl("fp8_quantize_rows", quantize_rows_cuda);
-  m.impl("fp8_swiglu", swiglu_cuda);
-  m.impl("fp8_swiglu_backward", swiglu_backward_cuda);
+  m.impl("fp8_swiglu", quantized_swiglu_cuda);
+  m.impl("fp8_swiglu_backward", quantized_swiglu_backward_cuda);
   m.impl("fp8_note_magnitudes_", note_magnitudes_cuda);
   m.impl("fp8_round_", round_scaled_cuda);
   m.impl("fp8_transposed", transposed_cuda);

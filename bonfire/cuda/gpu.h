@@ -13,7 +13,7 @@ struct Gpu {
 // The current one.
 Gpu current_gpu();
 
-// Communication that runs beside computing takes up to so many multiprocessors of all GPUs of this process; 0: none does.
+// For measurements: products leave so many multiprocessors to others, on all GPUs of this process; 0: none.
 void leave_multiprocessors(int to_others);
 // Of the current GPU, those that are left then; 0 where nobody takes any.
 int multiprocessors_beside_others();

@@ -135,7 +135,7 @@ class TrialOperand {
     launch_count_repeats(reinterpret_cast<const std::uint32_t*>(first), words,
                          reinterpret_cast<std::uint64_t*>(repeats.data_ptr<std::int64_t>()), stream);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-    if (2 * repeats.item<std::int64_t>() < words) return;
+    if (10 * repeats.item<std::int64_t>() < words) return;
     try {
       memory_ = at::empty({bytes + 256}, x.matrix.options().dtype(at::kByte));
     } catch (const c10::OutOfMemoryError&) {

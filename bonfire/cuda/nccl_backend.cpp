@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -18,7 +17,6 @@
 #include "bonfire/base/error.h"
 #include "bonfire/comm/c10d_backend.h"
 #include "bonfire/comm/emulated_link.h"
-#include "bonfire/cuda/gpu.h"
 #include "bonfire/cuda/shared_gpu.h"
 #include "bonfire/cuda/spin.h"
 #include "bonfire/cuda/stream.h"
@@ -275,15 +273,6 @@ class NcclBackend final : public C10dBackend {
   std::shared_ptr<Timing> timing_;
 };
 
-// Multiprocessors that NCCL's kernels take: one for each of their blocks. It does not tell; what the user has set is the
-// most.
-int multiprocessors_of_nccl() {
-  constexpr int usual = 16;
-  const char* most = std::getenv("NCCL_MAX_CTAS");
-  const int set = most ? std::atoi(most) : 0;
-  return set > 0 ? std::min(set, usual) : usual;
-}
-
 }  // namespace
 
 std::shared_ptr<Backend> make_nccl_backend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -291,7 +280,6 @@ std::shared_ptr<Backend> make_nccl_backend(c10::intrusive_ptr<c10d::Store> store
   switch_flight_recorder_off();
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
   const c10::cuda::CUDAGuard guard(options.device);
-  if (size > 1) leave_multiprocessors(multiprocessors_of_nccl());
   if (options.first)
     if (const int most = let_ranks_share_gpus(*store, rank, size, options.device); most > 1 && rank == 0)
       options.log.warning(

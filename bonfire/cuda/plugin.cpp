@@ -45,6 +45,7 @@ void spin(c10::Stream stream, Nanoseconds duration) {
 extern "C" BONFIRE_API const bonfire::CudaPlugin* bonfire_cuda_plugin() {
   static constexpr bonfire::CudaPlugin plugin{
       .version = BONFIRE_VERSION,
+      .architectures = BONFIRE_CUDA_ARCHITECTURES,
       .device_count = bonfire::cuda::device_count,
       .device_info = bonfire::cuda::device_info,
       .limit_memory = bonfire::cuda::limit_memory,

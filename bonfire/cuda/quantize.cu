@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(threads) quantize_kernel(Quantize<T> a) {
       if (i != a.now && i != a.next) magnitude = fmaxf(magnitude, a.history[i]);
     magnitude = largest_of_warp(magnitude);
   }
-  const float scale = scale_for<wide_range>(magnitude);
+  const float scale = scale_to_eight_bits<wide_range>(magnitude);
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
     *a.inverse = 1.0f / scale;
     if (a.next != a.now) a.history[a.next] = 0;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(threads) quantize_rows_kernel(Quantize<T> a) {
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
   __syncthreads();
   for (const float other : shared) largest = fmaxf(largest, other);
-  const float scale = scale_for<wide_range>(largest);
+  const float scale = scale_to_eight_bits<wide_range>(largest);
   if (threadIdx.x == 0) a.inverse[blockIdx.x] = 1.0f / scale;
   for (std::int64_t i = threadIdx.x; i < packs; i += threads) {
     const Pack<T, width> v = pack_at<T, width>(x, i);

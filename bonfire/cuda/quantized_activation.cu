@@ -23,7 +23,7 @@ __device__ float delayed_scale(DelayedMemory& a) {
   float magnitude = 0;
   for (int i = 0; i < a.length; ++i)
     if (i != a.now && i != a.next) magnitude = fmaxf(magnitude, a.history[i]);
-  const float scale = scale_for<wide_range>(magnitude);
+  const float scale = scale_to_eight_bits<wide_range>(magnitude);
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
     *a.inverse = 1.0f / scale;
     a.history[a.next] = 0;

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(threads) round_scaled_kernel(WeightPartMemory 
     const std::int64_t at = begin + static_cast<std::int64_t>(i) * threads * width;
     if (at >= a.length) return;
     const float4 v = *reinterpret_cast<const float4*>(a.x + at);
-    const float scale = scale_for<false>(a.magnitudes[scale_of(a, at)]);
+    const float scale = scale_to_eight_bits<false>(a.magnitudes[scale_of(a, at)]);
     *reinterpret_cast<std::uint32_t*>(static_cast<unsigned char*>(a.out) + at) =
         eight_bits<false>(scaled(v.x, scale), scaled(v.y, scale), scaled(v.z, scale), scaled(v.w, scale));
   }

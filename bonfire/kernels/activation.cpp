@@ -1,5 +1,6 @@
 #include "bonfire/kernels/activation.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -220,7 +221,7 @@ Tensor swiglu_backward_composite(const Tensor& d_out, const Tensor& gate_up) {
   const auto wide = gate_up.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const Tensor gate = gate_up.narrow(-1, 0, n).to(wide), up = gate_up.narrow(-1, n, n).to(wide), d = d_out.to(wide);
   const Tensor sigmoid = at::sigmoid(gate);
-  const Tensor d_gate = sigmoid.neg().add_(1).mul_(gate).add_(1).mul_(sigmoid).mul_(up).mul_(d);
+  const Tensor d_gate = silu_slope(gate, sigmoid).mul_(up).mul_(d);
   return at::cat({d_gate, gate.mul(sigmoid).mul_(d)}, -1).to(gate_up.scalar_type());
 }
 

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <functional>
+#include <vector>
+
 #include <ATen/core/Tensor.h>
 
 #include "bonfire/base/api.h"
@@ -8,6 +11,9 @@ namespace bonfire {
 
 struct AttentionShape {
   bool causal = true;
+  // Of self_attention(): told, before it saves them, of the tensors that attention reads. They are those of
+  // attention_reads().
+  std::function<void(const std::vector<at::Tensor>& read)> reads{};
 };
 
 // softmax(q k^T / sqrt(head_dim)) v for q [batch, heads, sequence, head_dim] and k, v [batch, kv_heads, sequence, head_dim];

@@ -1,6 +1,7 @@
 #include "bonfire/kernels/backward_node.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/kernels/gradient_sink.h"
@@ -17,6 +18,12 @@ torch::autograd::variable_list BackwardNode::apply(torch::autograd::variable_lis
   // What was put off has all that it needs.
   if (queue_) release_variables();
   return made;
+}
+
+at::Tensor BackwardNode::take_saved(std::size_t index) {
+  at::Tensor tensor = saved(index);
+  if (queue_ || !torch::autograd::get_current_graph_task_keep_graph()) saved_[index].reset_data();
+  return tensor;
 }
 
 void BackwardNode::release_variables() {

@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -26,6 +27,8 @@ class BackwardNode : public torch::autograd::Node {
   void put_off(std::shared_ptr<WeightQueue> queue) { queue_ = std::move(queue); }
 
  protected:
+  // Where this backward is to put them; null: they are made at once.
+  const std::shared_ptr<WeightQueue>& queue() const { return queue_; }
   // Of one of parameters(): whether its gradient is to be made, now or later.
   bool wants(std::size_t parameter) {
     return queue_ ? next_edge(parameter).is_valid() : task_should_compute_output(parameter);
@@ -45,6 +48,8 @@ class BackwardNode : public torch::autograd::Node {
   // arrived.
   virtual torch::autograd::variable_list backward(const torch::autograd::variable_list& gradients) = 0;
   at::Tensor saved(std::size_t index) { return saved_[index].unpack(); }
+  // The same, for the last time: its memory goes with the tensor that is returned, unless there may be another backward.
+  at::Tensor take_saved(std::size_t index);
 
  private:
   std::vector<torch::autograd::SavedVariable> saved_;
@@ -58,6 +63,22 @@ std::shared_ptr<Node> make_node(const Inputs&... inputs) {
   if (!torch::autograd::compute_requires_grad(inputs...)) return nullptr;
   std::shared_ptr<Node> node(new Node(), torch::autograd::deleteNode);
   node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  return node;
+}
+
+// The same whose next edges are those of the inputs that are defined.
+template <class Node>
+std::shared_ptr<Node> node_behind(const std::vector<at::Tensor>& inputs) {
+  torch::autograd::edge_list edges;
+  bool any = false;
+  for (const auto& input : inputs) {
+    if (!input.defined()) continue;
+    any = any || input.requires_grad();
+    edges.push_back(torch::autograd::impl::gradient_edge(input));
+  }
+  if (!any || !at::GradMode::is_enabled()) return nullptr;
+  std::shared_ptr<Node> node(new Node(), torch::autograd::deleteNode);
+  node->set_next_edges(std::move(edges));
   return node;
 }
 

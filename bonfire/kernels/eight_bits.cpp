@@ -1,6 +1,7 @@
 #include "bonfire/kernels/eight_bits.h"
 
-#include <ATen/ops/full_like.h>
+#include <algorithm>
+
 #include <ATen/ops/isfinite.h>
 
 #include "bonfire/kernels/agreed_math.h"
@@ -20,10 +21,10 @@ Tensor largest_magnitude(const Tensor& x) { return magnitudes(x).amax().to(at::k
 Tensor largest_magnitudes_of_rows(const Tensor& x) { return magnitudes(x).amax(1).to(at::kFloat); }
 
 Tensor scale_for(const Tensor& magnitude, bool wide_range) {
-  return at::full_like(magnitude, largest(wide_range))
-      .div_(magnitude)
-      .clamp_max_(most_scale)
-      .masked_fill_(magnitude.eq(0), 1.0);
+  const Tensor scales = magnitude.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
+  auto* const begin = scales.data_ptr<float>();
+  std::transform(begin, begin + scales.numel(), begin, wide_range ? scale_to_eight_bits<true> : scale_to_eight_bits<false>);
+  return scales.to(magnitude.device());
 }
 
 Tensor in_eight_bits(const Tensor& x, const Tensor& scale, bool wide_range) {

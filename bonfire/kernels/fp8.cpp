@@ -18,7 +18,7 @@ using OptionalTensor = std::optional<Tensor>;
 using TwoTensors = std::tuple<Tensor, Tensor>;
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 
-constexpr std::int64_t kHistory = 16;  // calls
+constexpr std::int64_t kHistory = Fp8Product::remembered - 1;  // calls
 
 ThreeTensors quantize_composite(const Tensor& x, Tensor history, const OptionalTensor& later, std::int64_t position,
                                 bool measure, bool wide_range, bool values, bool transposed) {
@@ -115,8 +115,24 @@ Tensor Fp8Product::plain(const Tensor& weight, at::ScalarType type) const {
   return inverse.defined() ? unscaled_weight(weight, inverse, type) : weight;
 }
 
+bool Fp8Product::knows(Role role) const {
+  if (recipe_.scaling != Fp8Scaling::delayed || recipe_.scales != Fp8Scales::tensor) return false;
+  const auto* const then = RepeatedScales::next_repeated();
+  return then ? !then->measured : calls_[role] > 0;
+}
+
+// The history and the place in it that the next scale goes by, which is counted unless it is made again.
+RepeatedScales::Call Fp8Product::next_call(Role role, bool measured) {
+  const auto then = RepeatedScales::repeated();
+  const RepeatedScales::Call call =
+      then ? *then : RepeatedScales::Call{.history = history_[role], .position = calls_[role]++, .measured = measured};
+  RepeatedScales::note(call);
+  return call;
+}
+
 KnownScale Fp8Product::next(Role role) {
-  return {history_[role], calls_[role]++, later_.defined() ? later_.select(0, role) : Tensor()};
+  const auto call = next_call(role, /*measured=*/false);
+  return {call.history, call.position, later_.defined() ? later_.select(0, role) : Tensor()};
 }
 
 Quantized Fp8Product::quantize(Role role, const Tensor& given, bool values, bool transposed) {
@@ -129,13 +145,44 @@ Quantized Fp8Product::quantize(Role role, const Tensor& given, bool values, bool
     calls_[role] = 0;
   }
   // The first call has nothing to go by.
-  const bool measure = !delayed || calls_[role] == 0;
+  const auto call = next_call(role, !delayed || calls_[role] == 0);
   auto [straight, turned, inverse] =
       BONFIRE_OPERATOR("bonfire::fp8_quantize",
                        ThreeTensors(const Tensor&, Tensor, const OptionalTensor&, std::int64_t, bool, bool, bool, bool))
-          .call(x, history, later_.defined() ? OptionalTensor(later_.select(0, role)) : std::nullopt, calls_[role]++,
-                measure, wide_range, values, transposed);
+          .call(x, call.history, later_.defined() ? OptionalTensor(later_.select(0, role)) : std::nullopt, call.position,
+                call.measured, wide_range, values, transposed);
   return {straight, turned, inverse};
+}
+
+Tensor Fp8Product::memory() const {
+  const Tensor all = at::zeros({roles, remembered}, at::kDouble);
+  for (std::int64_t role = 0; role < roles; ++role) {
+    const auto& history = history_[static_cast<std::size_t>(role)];
+    if (!history.defined()) continue;
+    all.select(0, role).narrow(0, 0, kHistory).copy_(history);
+    const std::int64_t later = later_.defined() ? later_.select(0, role).item<std::int64_t>() : 0;
+    all.select(0, role).narrow(0, kHistory, 1).fill_(calls_[static_cast<std::size_t>(role)] + later);
+  }
+  return all;
+}
+
+void Fp8Product::set_memory(const Tensor& memory, at::Device device) {
+  const Tensor all = memory.to(at::kCPU);
+  for (std::int64_t role = 0; role < roles; ++role) {
+    const auto at = static_cast<std::size_t>(role);
+    const auto calls = static_cast<std::int64_t>(all.select(0, role).narrow(0, kHistory, 1).item<double>());
+    if (calls <= 0) continue;
+    const Tensor values = all.select(0, role).narrow(0, 0, kHistory).to(at::kFloat);
+    // Captured calls read this memory, and begin to count where they were captured.
+    if (history_[at].defined() && history_[at].device() == device)
+      history_[at].copy_(values);
+    else
+      history_[at] = values.to(device);
+    if (later_.defined())
+      later_.select(0, role).fill_(calls - calls_[at]);
+    else
+      calls_[at] = calls;
+  }
 }
 
 Tensor Fp8Product::forward(const Quantized& x, const Tensor& weight, const Addends& addends, at::ScalarType type) {
@@ -169,7 +216,7 @@ Quantized Fp8Product::gradient(const Tensor& dy) {
   return by_rows(known ? dy.mul(scales_->inverse.div(scales_->inverse.max()).to(dy.scalar_type())) : dy, true);
 }
 
-Tensor Fp8Product::input_gradient(const Quantized& dy, const Tensor& plain_dy, const Tensor& weight) {
+Tensor Fp8Product::input_gradient(const Quantized& dy, at::ScalarType type, const Tensor& weight) {
   const bool rows = recipe_.scales == Fp8Scales::row;
   const Tensor known = known_scales(weight);
   ProductTerms terms{.a = dy.values, .inverse_a = dy.inverse, .b = {}, .inverse_b = {}};
@@ -181,7 +228,7 @@ Tensor Fp8Product::input_gradient(const Quantized& dy, const Tensor& plain_dy, c
     terms.b = rows ? right.values : right.transposed;
     terms.inverse_b = right.inverse;
   }
-  return multiplied(terms, plain_dy.scalar_type());
+  return multiplied(terms, type);
 }
 
 Tensor Fp8Product::weight_gradient(const Quantized& dy, const Tensor& plain_dy, const Quantized& kept, const Tensor& rows,

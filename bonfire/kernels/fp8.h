@@ -8,6 +8,7 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/kernels/product.h"
+#include "bonfire/kernels/repeated_scales.h"
 #include "bonfire/kernels/scaled_weight.h"
 
 // Products of numbers with eight bits. What is multiplied is first scaled so that it fills their range: inputs and weights
@@ -74,10 +75,10 @@ class BONFIRE_API Fp8Product {
 
   // A gradient, once for the products it takes part in.
   Quantized gradient(const at::Tensor& dy);
-  // dy weight, in the type of dy.
-  at::Tensor input_gradient(const Quantized& dy, const at::Tensor& plain_dy, const at::Tensor& weight);
+  // dy weight, as a result of this type.
+  at::Tensor input_gradient(const Quantized& dy, at::ScalarType type, const at::Tensor& weight);
   // dy^T x into the sink, or as a new tensor, as weight_gradient does it. `x` is what forward kept, or else `rows` is
-  // scaled now.
+  // scaled now. `plain_dy` is read where rows have scales of their own.
   at::Tensor weight_gradient(const Quantized& dy, const at::Tensor& plain_dy, const Quantized& x, const at::Tensor& rows,
                              const WeightGradientOptions& options);
 
@@ -89,10 +90,16 @@ class BONFIRE_API Fp8Product {
   void set_calls(const Calls& calls) { calls_ = calls; }
   void set_later(const at::Tensor& later) { later_ = later; }
 
+  // What it remembers, as numbers that can be kept: fp64 [roles, `remembered`], for each role the largest magnitudes of the
+  // last calls and how many calls there were. Host: waits for the device.
+  static constexpr std::int64_t remembered = 17;
+  at::Tensor memory() const;
+  // Goes on from there; nothing changes where there were no calls. REQUIRES: captured calls are not under way.
+  void set_memory(const at::Tensor& memory, at::Device device);
+
  private:
-  bool knows(Role role) const {
-    return recipe_.scaling == Fp8Scaling::delayed && recipe_.scales == Fp8Scales::tensor && calls_[role] > 0;
-  }
+  bool knows(Role role) const;
+  RepeatedScales::Call next_call(Role role, bool measured);
   KnownScale next(Role role);
   Quantized quantize(Role role, const at::Tensor& x, bool values, bool transposed);
   // Of a weight in eight bits; undefined: of one in two bytes.

@@ -3,19 +3,14 @@
 #include <memory>
 
 #include "bonfire/kernels/backward_node.h"
-#include "bonfire/kernels/fp8.h"
 
 // The gradient of a product's bias are sums over rows of the gradient of its result. Whoever makes that gradient sees every
-// row of it, so it can hand the sums over beside it; and where nothing but eight bits of it are read, these instead of it.
+// row of it, so it can hand the sums over beside it.
 namespace bonfire {
 
 struct KnownSums {
   at::Tensor gradient;
   at::Tensor sums;
-  // Of a product in fp8 that needs nothing else of its result's gradient than its eight bits: whoever makes the gradient may
-  // leave them here, and then `gradient` only stands for it.
-  std::shared_ptr<Fp8Product> fp8{};
-  Quantized eight{};
 };
 
 // A node of a product.

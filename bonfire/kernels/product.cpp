@@ -113,7 +113,8 @@ struct LinearNode : ProductNode {
     // The input's gradient first: what waits for it can be further away than what waits for the weight's.
     if (task_should_compute_output(0))
       out[0] =
-          (fp8 ? fp8->input_gradient(eight, dy, weight) : product(dy, plain_weight(reader.get(), weight, dy))).view(sizes);
+          (fp8 ? fp8->input_gradient(eight, dy.scalar_type(), weight) : product(dy, plain_weight(reader.get(), weight, dy)))
+              .view(sizes);
     if (wants(1))
       give(out, 1, [fp8 = fp8, sink = weight_sink, eight, dy, x = for_later(x), type = weight.scalar_type()] {
         const WeightGradientOptions options{.sink = sink.get(), .type = type};
@@ -196,7 +197,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const LinearOptions& option
   if (!node) return out;
   if (in_fp8) node->fp8 = options.fp8;
   node->reader = options.fp8;
-  node->save(rows.is_same(x) ? x : rows.tensor_data());
+  // For the weight's gradient alone.
+  node->save(!weight.requires_grad() ? Tensor() : rows.is_same(x) ? x : rows.tensor_data());
   node->save(weight);
   node->sizes = x.sizes().vec();
   node->weight_sink = options.weight_sink;

@@ -1,12 +1,10 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 
 #include <ATen/core/Tensor.h>
 
 #include "bonfire/base/api.h"
-#include "bonfire/kernels/activation.h"
 #include "bonfire/kernels/gradient_sink.h"
 
 // Matrix products of layers, forward and backward.
@@ -45,13 +43,6 @@ struct LinearOptions {
   std::shared_ptr<GradientSink> bias_sink{};
   std::shared_ptr<Fp8Product> fp8{};  // where given, products are made in fp8 if their shapes allow it
   bool keep = false;                  // of fused products: what the product reads is kept for backward instead of made again
-  // Of normed_linear: whoever reads its result is the only one that does, and may hand over the result's gradient in eight
-  // bits.
-  bool one_reader = false;
-  // Of normed_linear: which activation reads its result, so that the product may apply it at once.
-  std::optional<Activation> activation{};
-  // Of activated_linear: the activation of what it is given, where that was made already.
-  at::Tensor active{};
 };
 
 // x weight^T + bias + residual for weight [out, in].

@@ -169,7 +169,7 @@ void turn_back_composite(Tensor qkv, const Tensor& cosine, const Tensor& sine, s
   turned.copy_(rotate_composite(parts, cosine, sine, -1).transpose(1, 2).flatten(2));
 }
 
-OptionalTensor optional(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
+OptionalTensor table(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 
 struct SplitNode : BackwardNode {
   RotaryTable rotary;
@@ -186,7 +186,7 @@ struct SplitNode : BackwardNode {
       return {wanted->gradient};
     }
     return {BONFIRE_OPERATOR("bonfire::merge_qkv", Merge)
-                .call(filled(0), filled(1), filled(2), optional(rotary.cosine), optional(rotary.sine))};
+                .call(filled(0), filled(1), filled(2), table(rotary.cosine), table(rotary.sine))};
   }
 };
 
@@ -239,7 +239,7 @@ ThreeTensors split_qkv(const Tensor& qkv, const QkvLayout& layout) {
   ThreeTensors out;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    const auto cosine = optional(layout.rotary.cosine), sine = optional(layout.rotary.sine);
+    const auto cosine = table(layout.rotary.cosine), sine = table(layout.rotary.sine);
     out = layout.in_place
               ? BONFIRE_OPERATOR("bonfire::split_qkv_", SplitInPlace).call(qkv, cosine, sine, layout.heads, layout.kv_heads)
               : BONFIRE_OPERATOR("bonfire::split_qkv", Split).call(qkv, cosine, sine, layout.heads, layout.kv_heads);
@@ -255,6 +255,7 @@ ThreeTensors split_qkv(const Tensor& qkv, const QkvLayout& layout) {
 }
 
 Tensor turned_qkv(const Tensor& qkv, const QkvLayout& layout) {
+  require_packed(qkv, layout);
   const Tensor packed = qkv.contiguous();
   const auto& [cosine, sine] = layout.rotary;
   if (!cosine.defined()) return packed;

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/kernels/agreed_math.h"
 #include "bonfire/kernels/argument.h"
 #include "bonfire/kernels/eight_bits.h"
 #include "bonfire/kernels/operator.h"
@@ -75,7 +76,10 @@ void round_scaled(const Tensor& out, const WeightPart& part, const Tensor& magni
       .call(out, part.elements, magnitudes, part.first, part.each);
 }
 
-Tensor inverse_scales(const Tensor& magnitudes) { return scale_for(magnitudes, false).reciprocal(); }
+// Zeros are the same times anything: the least there is, so that no row's scale is measured against theirs.
+Tensor inverse_scales(const Tensor& magnitudes) {
+  return scale_for(magnitudes, false).reciprocal().masked_fill_(magnitudes.eq(0), 1 / most_scale);
+}
 
 Tensor transposed_weight(const Tensor& weight) {
   require_sizes({"transposed_weight", "weight", weight}, {any_size, any_size}, weight);

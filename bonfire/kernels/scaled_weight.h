@@ -26,7 +26,7 @@ struct WeightPart {
 BONFIRE_API void note_magnitudes(const at::Tensor& magnitudes, const WeightPart& part);
 // The part in eight bits, into `out`.
 BONFIRE_API void round_scaled(const at::Tensor& out, const WeightPart& part, const at::Tensor& magnitudes);
-// The inverse scales that round_scaled has used.
+// The inverse scales that round_scaled has used; the least there is for zeros, which any scale leaves what they are.
 BONFIRE_API at::Tensor inverse_scales(const at::Tensor& magnitudes);
 
 // [columns, rows] of a weight [rows, columns] in eight bits.

@@ -67,6 +67,7 @@ Tensor self_attention(const Tensor& qkv, const QkvLayout& layout, const Attentio
   }
   if (made.empty()) {
     const auto [q, k, v] = split_qkv(qkv, layout);
+    if (shape.reads) shape.reads({q, k, v});
     return attention(q, k, v, shape);
   }
   const Tensor &out = made[0], &packed = made[1], &log_sums = made[2];
@@ -74,9 +75,17 @@ Tensor self_attention(const Tensor& qkv, const QkvLayout& layout, const Attentio
   node->layout = layout;
   node->causal = shape.causal;
   node->wanted = sums_wanted(qkv);
+  if (shape.reads) shape.reads({packed});
   for (const Tensor& tensor : {packed, out.tensor_data(), log_sums}) node->save(tensor);
   torch::autograd::set_history(out, node);
   return out;
+}
+
+std::vector<Tensor> attention_reads(const Tensor& qkv, const QkvLayout& layout, std::size_t count) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  if (count == 1) return {turned_qkv(qkv, layout)};
+  const auto [q, k, v] = split_qkv(qkv, layout);
+  return {q, k, v};
 }
 
 TORCH_LIBRARY_IMPL(bonfire, CompositeExplicitAutograd, m) {

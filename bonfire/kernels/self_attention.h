@@ -13,4 +13,8 @@ namespace bonfire {
 // packed gradient in one piece. What attention() says of equal bits holds here too.
 BONFIRE_API at::Tensor self_attention(const at::Tensor& qkv, const QkvLayout& layout, const AttentionShape& shape);
 
+// Such tensors once more: q, k and v, or, where `count` is 1, the packed product, turned. `qkv` may be overwritten where its
+// layout says so. Outside autograd.
+BONFIRE_API std::vector<at::Tensor> attention_reads(const at::Tensor& qkv, const QkvLayout& layout, std::size_t count);
+
 }  // namespace bonfire

@@ -14,7 +14,7 @@
 #include "tests/support/fused_cases.h"
 #include "tests/support/gpu_ranks.h"
 
-namespace bonfire {
+namespace bonfire::fused_test {
 namespace {
 
 using at::Tensor;
@@ -263,4 +263,4 @@ TEST(GpuFp8, ProductsAreNear) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::fused_test

@@ -25,8 +25,9 @@
 #include "bonfire/train/step.h"
 #include "bonfire/train/whole_model.h"
 #include "tests/support/gpu_ranks.h"
+#include "tests/support/shell.h"
 
-namespace bonfire {
+namespace bonfire::graph_test {
 namespace {
 
 using testing::run_gpu_ranks;
@@ -245,7 +246,9 @@ TEST_P(GpuGraphs, TheLoopWritesTheSame) {
   BONFIRE_SKIP_WITHOUT_GPU();
   make_deterministic();
   const auto [ranks, model] = GetParam();
+  const testing::Folder scratch;
   run_gpu_ranks(ranks, [&](World& world) {
+    int runs = 0;
     for (const auto& layout : layouts(world.size())) {
       std::vector<std::string> written;
       for (const char* graphs : {"off", "on"}) {
@@ -255,7 +258,7 @@ TEST_P(GpuGraphs, TheLoopWritesTheSame) {
         overrides.push_back("train.trace_from=8");
         overrides.push_back("train.trace_steps=1");
         const auto config = config_of(model, world.size(), overrides);
-        const auto folder = std::filesystem::temp_directory_path() / fmt::format("bonfire-graphs-{}", getpid());
+        const auto folder = scratch.path() / std::to_string(runs++);
         std::filesystem::create_directories(folder);
         train(world, config, {.folder = folder});
         if (world.rank() == 0) {
@@ -268,11 +271,47 @@ TEST_P(GpuGraphs, TheLoopWritesTheSame) {
             lines += object.dump() + "\n";
           }
         }
-        std::filesystem::remove_all(folder);
       }
       if (world.rank() == 0) {
         EXPECT_EQ(written[0], written[1]);
       }
+    }
+  });
+}
+
+// What the loop writes of each step, on rank 0; no steps on others.
+std::vector<std::string> written_by_loop(World& world, const std::string& model, const TrainOptions& options,
+                                         std::vector<std::string> overrides, int steps) {
+  overrides.insert(overrides.end(), {fmt::format("train.steps={}", steps), "optimizer.decay=constant", "train.graphs=on"});
+  const auto config = config_of(model, world.size(), overrides);
+  if (world.rank() == 0) std::filesystem::create_directories(options.folder);
+  world.group().barrier().wait();
+  train(world, config, options);
+  std::vector<std::string> lines;
+  if (world.rank() != 0) return lines;
+  std::ifstream in(options.folder / "metrics.jsonl");
+  for (std::string line; std::getline(in, line);) {
+    auto object = nlohmann::json::parse(line);
+    object.erase("tokens_per_second");
+    object.erase("memory_bytes");
+    lines.push_back(object.dump());
+  }
+  return lines;
+}
+
+// A run that is saved between replays, and one that goes on from there.
+TEST_P(GpuGraphs, ARunThatIsResumedWritesTheSame) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
+  const auto [ranks, model] = GetParam();
+  const testing::Folder scratch;
+  run_gpu_ranks(ranks, [&](World& world) {
+    int runs = 0;
+    for (const auto& layout : layouts(world.size())) {
+      const auto folder = scratch.path() / std::to_string(runs++);
+      const auto whole = written_by_loop(world, model, {.folder = folder / "whole"}, layout, 12);
+      written_by_loop(world, model, {.folder = folder / "part"}, layout, 7);
+      EXPECT_EQ(written_by_loop(world, model, {.folder = folder / "part", .resume = true}, layout, 12), whole);
     }
   });
 }
@@ -307,6 +346,19 @@ TEST(GpuGraphFp8, ReplaysAreCalls) {
 }
 
 // A peak of memory is what it is without graphs, but for the inputs and a few numbers.
+TEST(GpuGraphFp8, ARunThatIsResumedWritesTheSame) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
+  const testing::Folder scratch;
+  run_gpu_ranks(1, [&](World& world) {
+    if (const auto info = gpu_info(world.device().index()); 10 * info.major + info.minor < 89) return;
+    const std::vector<std::string> shape{"model.dim=64", "train.batch=32", "train.precision=fp8"};
+    const auto whole = written_by_loop(world, "mlp", {.folder = scratch.path() / "whole"}, shape, 24);
+    written_by_loop(world, "mlp", {.folder = scratch.path() / "part"}, shape, 13);
+    EXPECT_EQ(written_by_loop(world, "mlp", {.folder = scratch.path() / "part", .resume = true}, shape, 24), whole);
+  });
+}
+
 TEST(GpuGraphMemory, NothingIsHeldTwice) {
   BONFIRE_SKIP_WITHOUT_GPU();
   run_gpu_ranks(1, [](World& world) {
@@ -378,4 +430,4 @@ INSTANTIATE_TEST_SUITE_P(Ranks, GpuGraphFailure, ::testing::Values(1, 2),
                          [](const auto& info) { return "ranks" + std::to_string(info.param); });
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::graph_test

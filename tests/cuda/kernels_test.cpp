@@ -20,7 +20,7 @@
 #include "tests/support/gpu_ranks.h"
 #include "tests/support/kernel_check.h"
 
-namespace bonfire {
+namespace bonfire::kernels_test {
 namespace {
 
 using at::Tensor;
@@ -478,4 +478,4 @@ TEST_P(GpuKernels, EqualRunsGiveEqualBits) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::kernels_test

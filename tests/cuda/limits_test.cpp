@@ -12,7 +12,7 @@
 #include "bonfire/kernels/cross_entropy.h"
 #include "tests/support/gpu_ranks.h"
 
-namespace bonfire {
+namespace bonfire::limits_test {
 namespace {
 
 using at::Tensor;
@@ -158,4 +158,4 @@ TEST_P(GpuSharedMemory, CrossEntropy) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::limits_test

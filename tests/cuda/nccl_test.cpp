@@ -12,7 +12,7 @@
 #include "bonfire/comm/recorder.h"
 #include "tests/support/gpu_ranks.h"
 
-namespace bonfire {
+namespace bonfire::nccl_test {
 namespace {
 
 using testing::run_gpu_ranks;
@@ -173,7 +173,7 @@ TEST_P(Nccl, GathersAndSubgroupsHaveTheirOwnCommunicators) {
     EXPECT_EQ(whole.sum().item<float>(), 100 * ranks() * (ranks() + 1) / 2);
     EXPECT_EQ(sum[0].item<float>(), ranks());
     const int first = world.rank() / 2 * 2;
-    EXPECT_EQ(mesh.shard_subgroup(2).sum(world.rank()), first + first + 1);
+    EXPECT_EQ(mesh.group(Axis::shard).neighbours(2).sum(world.rank()), first + first + 1);
   });
 }
 
@@ -267,4 +267,4 @@ TEST_P(Nccl, CollectivesQueueOnAnEmulatedLink) {
 INSTANTIATE_TEST_SUITE_P(Ranks, Nccl, ::testing::Values(2, 4));
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::nccl_test

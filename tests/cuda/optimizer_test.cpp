@@ -11,7 +11,7 @@
 #include "tests/support/gpu_ranks.h"
 #include "tests/support/update_cases.h"
 
-namespace bonfire {
+namespace bonfire::optimizer_test {
 namespace {
 
 using at::Tensor;
@@ -167,4 +167,4 @@ TEST(GpuOptimizer, SumOfSquaresIsExactAndRepeatable) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::optimizer_test

@@ -10,7 +10,7 @@
 #include "tests/support/pipeline_training.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::pipeline_test {
 namespace {
 
 using testing::PipelineRun;
@@ -96,4 +96,4 @@ INSTANTIATE_TEST_SUITE_P(Ranks, GpuPipeline, ::testing::Values(2, 4),
                          [](const auto& info) { return "ranks" + std::to_string(info.param); });
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::pipeline_test

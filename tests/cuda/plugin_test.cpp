@@ -11,7 +11,7 @@
 #include "bonfire/comm/device.h"
 #include "bonfire/comm/join.h"
 
-namespace bonfire {
+namespace bonfire::plugin_test {
 namespace {
 
 std::string in_build(const std::string& name) { return std::string(BONFIRE_BUILD_DIR) + "/" + name; }
@@ -49,6 +49,7 @@ TEST(CudaPlugin, ThatIsNoLibraryIsNamed) { expect_refused(open_cuda_plugin(in_bu
 // What a GPU of before Ampere is told: its name, what it has, and what would do.
 TEST(CudaPlugin, RefusesGpusThatAreTooOld) {
   CudaPlugin plugin{.version = BONFIRE_VERSION,
+                    .architectures = "90-real 80-virtual",
                     .device_count = [] { return 1; },
                     .device_info = [](int) { return GpuInfo{.name = "NVIDIA Tesla T4", .major = 7, .minor = 5}; }};
   EXPECT_EQ(unusable_gpu(plugin), "NVIDIA Tesla T4 (GPU 0) has compute capability 7.5; Bonfire needs 8.0 or newer");
@@ -64,6 +65,50 @@ TEST(CudaPlugin, RefusesGpusThatAreTooOld) {
   EXPECT_EQ(unusable_gpu(plugin), "");
 }
 
+// A build for the GPUs of one machine says on another what it lacks, in place of CUDA's word for the first kernel.
+TEST(CudaPlugin, RefusesGpusThatItHasNoCodeFor) {
+  CudaPlugin plugin{.version = BONFIRE_VERSION,
+                    .architectures = "90-real",
+                    .device_count = [] { return 1; },
+                    .device_info = [](int) { return GpuInfo{.name = "NVIDIA A100", .major = 8, .minor = 0}; }};
+  EXPECT_EQ(unusable_gpu(plugin),
+            "NVIDIA A100 (GPU 0) has compute capability 8.0, and this build has code for 90-real alone; build it beside the "
+            "GPU, or with CUDA_ARCHS=80 or CUDA_ARCHS=all");
+  plugin.device_count = [] { return 2; };
+  plugin.device_info = [](int index) {
+    return index == 0 ? GpuInfo{.name = "NVIDIA H200", .major = 9, .minor = 0}
+                      : GpuInfo{.name = "NVIDIA B200", .major = 10, .minor = 0};
+  };
+  EXPECT_EQ(unusable_gpu(plugin),
+            "NVIDIA B200 (GPU 1) has compute capability 10.0, and this build has code for 90-real alone; build it beside "
+            "the GPU, or with CUDA_ARCHS=100 or CUDA_ARCHS=all. CUDA_VISIBLE_DEVICES can leave it out");
+
+  struct Build {
+    const char* architectures;
+    int major, minor;
+    bool runs;
+  };
+  plugin.device_count = [] { return 1; };
+  for (const auto& [architectures, major, minor, runs] :
+       {Build{"80-real", 8, 0, true},
+        {"80-real", 8, 6, true},     // code of the same generation
+        {"86-real", 8, 0, false},    // an older one of it
+        {"80-real", 9, 0, false},    // of the next
+        {"80-virtual", 9, 0, true},  // which PTX serves
+        {"90-real 80-virtual", 12, 0, true},
+        {"90-virtual", 8, 9, false},  // but not the one before
+        {"90", 12, 0, true},
+        {"100-real", 10, 3, true},
+        {"100-real 90-real", 12, 0, false},
+        {"80-real 89-real 90-real 100-real 120-real 120-virtual", 12, 1, true}}) {
+    static GpuInfo gpu;
+    gpu = {.name = "a GPU", .major = major, .minor = minor};
+    plugin.architectures = architectures;
+    plugin.device_info = [](int) { return gpu; };
+    EXPECT_EQ(unusable_gpu(plugin).empty(), runs) << architectures << " on " << major << "." << minor;
+  }
+}
+
 // The real one loads on a machine that has what CUDA's libraries need, with or without a GPU, and says what it misses on
 // any other. What it must not miss is a symbol of ours or of torch's.
 TEST(CudaPlugin, TheRealOneLoadsOrSaysWhatItLacks) {
@@ -71,6 +116,7 @@ TEST(CudaPlugin, TheRealOneLoadsOrSaysWhatItLacks) {
   const auto opening = open_cuda_plugin(in_build("libbonfire_cuda.so"));
   if (opening.plugin) {
     EXPECT_STREQ(opening.plugin->version, BONFIRE_VERSION);
+    EXPECT_STRNE(opening.plugin->architectures, "");
     EXPECT_EQ(opening.plugin->device_count() > 0, gpu_available());
   } else {
     expect_refused(opening, "cannot open shared object file");
@@ -129,4 +175,4 @@ TEST(Gpu, SpinOccupiesItsStreamForAsLongAsAsked) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::plugin_test

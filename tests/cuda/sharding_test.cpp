@@ -14,7 +14,7 @@
 #include "tests/support/gpu_ranks.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::sharding_test {
 namespace {
 
 using testing::relative_distance;
@@ -144,4 +144,4 @@ INSTANTIATE_TEST_SUITE_P(Ranks, GpuSharding, ::testing::Values(1, 2, 4),
                          [](const auto& info) { return "ranks" + std::to_string(info.param); });
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::sharding_test

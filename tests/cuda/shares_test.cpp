@@ -17,7 +17,7 @@
 #include "bonfire/kernels/product.h"
 #include "tests/support/gpu_ranks.h"
 
-namespace bonfire {
+namespace bonfire::shares_test {
 namespace {
 
 using at::Tensor;
@@ -116,4 +116,4 @@ TEST_F(GpuShares, ProductsLeaveMultiprocessorsToOthers) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::shares_test

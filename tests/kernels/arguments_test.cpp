@@ -16,7 +16,7 @@
 #include "bonfire/kernels/scaled_weight.h"
 #include "bonfire/kernels/self_attention.h"
 
-namespace bonfire {
+namespace bonfire::arguments_test {
 namespace {
 
 using at::Tensor;
@@ -97,16 +97,19 @@ TEST_P(Arguments, OfFusedProducts) {
   normed({.weight = norm}, weight, {.bias = of({31})}, {"normed_linear", "bias", "[31]"});
   normed({.weight = norm}, weight, {.residual = x}, {"normed_linear", "residual"});
 
-  const auto activated = [&](const Tensor& wide, Activation activation, const LinearOptions& options,
-                             std::initializer_list<const char*> words) {
-    expect_refused([&] { activated_linear(wide, activation, down, options); }, words);
+  const auto fed = [&](const FeedForwardParts& parts, std::initializer_list<const char*> words) {
+    expect_refused([&] { feed_forward(x, parts); }, words);
   };
-  activated(of({3, 16}), Activation::swiglu, {}, {"activated_linear", "weight", "[8, 16]"});
-  activated(of({3, 33}), Activation::swiglu, {}, {"activated_linear", "33"});
-  activated(of({3, 32}), Activation::gelu, {}, {"activated_linear", "weight", "[8, 16]"});
-  activated(of({3, 32}), Activation::swiglu, {.bias = of({7})}, {"activated_linear", "bias", "[7]"});
-  activated(of({3, 32}), Activation::swiglu, {.residual = of({2, 8})}, {"activated_linear", "residual", "[2, 8]"});
-  activated(of({3, 16}), Activation::gelu, {.active = of({3, 15})}, {"activated_linear", "active", "[3, 15]"});
+  const Tensor back = of({16, 16});
+  fed({.norm = {.weight = of({15})}, .up = weight, .down = back}, {"feed_forward", "weight", "[15]"});
+  fed({.norm = {.weight = norm, .bias = of({1})}, .up = weight, .down = back}, {"feed_forward", "bias", "[1]"});
+  fed({.up = of({32, 17}), .down = back}, {"feed_forward", "weight up", "[32, 17]"});
+  fed({.up = of({33, 16}), .down = back}, {"feed_forward", "33"});
+  fed({.up = weight, .up_options = {.bias = of({31})}, .down = back}, {"feed_forward", "bias up", "[31]"});
+  fed({.up = weight, .activation = Activation::gelu, .down = back}, {"feed_forward", "weight down", "[16, 16]"});
+  fed({.up = weight, .down = back, .down_options = {.bias = of({7})}}, {"feed_forward", "bias down", "[7]"});
+  fed({.up = weight, .down = back, .down_options = {.residual = x}}, {"feed_forward", "residual"});
+  fed({.up = weight, .down = down}, {"feed_forward", "8 rows"});
 }
 
 TEST_P(Arguments, OfNorms) {
@@ -157,6 +160,7 @@ TEST_P(Arguments, OfAttention) {
   const QkvLayout plain{.heads = 4, .kv_heads = 2};
   const auto cut = [&](const Tensor& qkv, const QkvLayout& layout, std::initializer_list<const char*> words) {
     expect_refused([&] { split_qkv(qkv, layout); }, words);
+    expect_refused([&] { turned_qkv(qkv, layout); }, words);
     expect_refused([&] { self_attention(qkv, layout, {}); }, words);
   };
   cut(of({2, 9, 63}), plain, {"split_qkv", "63"});
@@ -242,4 +246,4 @@ TEST(Arguments, OfEightBits) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::arguments_test

@@ -8,7 +8,7 @@
 
 // Each operator has a composition of torch's operators for devices without a kernel of ours. Here it is called as such a
 // device would reach it, with tensors that the CPU kernel can check.
-namespace bonfire {
+namespace bonfire::composite_test {
 namespace {
 
 using at::Tensor;
@@ -213,4 +213,4 @@ TEST(Composite, Optimizers) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::composite_test

@@ -9,7 +9,7 @@
 #include "bonfire/kernels/vectorize.h"
 #include "tests/support/extreme_cases.h"
 
-namespace bonfire {
+namespace bonfire::extremes_test {
 namespace {
 
 class Extremes : public ::testing::TestWithParam<at::ScalarType> {
@@ -41,4 +41,4 @@ TEST(Exponential, IsRightForEveryNumber) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::extremes_test

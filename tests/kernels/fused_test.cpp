@@ -10,7 +10,7 @@
 #include "tests/support/fp8_random_cases.h"
 #include "tests/support/fused_cases.h"
 
-namespace bonfire {
+namespace bonfire::fused_test {
 namespace {
 
 class FusedProducts : public ::testing::TestWithParam<at::ScalarType> {
@@ -65,4 +65,4 @@ TEST(Fp8, ProductsAreNear) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::fused_test

@@ -18,7 +18,7 @@
 #include "tests/support/kernel_check.h"
 
 // Each kernel, forward and backward, against the same function of torch's operators in double.
-namespace bonfire {
+namespace bonfire::kernels_test {
 namespace {
 
 using at::Tensor;
@@ -354,4 +354,4 @@ TEST(Backward, TwiceThroughOneGraphIsAnError) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::kernels_test

@@ -11,7 +11,7 @@
 #include "bonfire/kernels/sum_of_squares.h"
 #include "tests/support/update_cases.h"
 
-namespace bonfire {
+namespace bonfire::optimizer_test {
 namespace {
 
 using at::Tensor;
@@ -126,16 +126,16 @@ TEST(SumOfSquares, IsExactAndIndependentOfThreads) {
     const double expected = x.to(at::kDouble).square().sum().item<double>();
     const Tensor sum = sum_of_squares(x);
     EXPECT_EQ(sum.scalar_type(), at::kDouble);
-    EXPECT_NEAR(sum.item<double>(), expected, 1e-10 * expected);
+    EXPECT_NEAR(sum.item<double>(), expected, 1e-12 * expected);
     at::set_num_threads(1);
     EXPECT_EQ(sum_of_squares(x).item<double>(), sum.item<double>());
     at::set_num_threads(2);
     const Tensor other = at::randn({77}, at::kFloat);
     EXPECT_NEAR(sum_of_squares({x, other}).item<double>(), expected + other.to(at::kDouble).square().sum().item<double>(),
-                1e-10 * expected);
+                1e-12 * expected);
   }
   EXPECT_EQ(sum_of_squares(at::randn({0})).item<double>(), 0);
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::optimizer_test

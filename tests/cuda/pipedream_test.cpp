@@ -1,0 +1,65 @@
+// PipeDream's equations over NCCL: stages share the GPUs there are.
+#include "bonfire/pipeline/pipedream.h"
+
+#include <gtest/gtest.h>
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/nn/module.h>
+
+#include "bonfire/comm/device.h"
+#include "bonfire/optim/optimizer.h"
+#include "tests/pipeline/pipedream_oracle.h"
+#include "tests/support/gpu_ranks.h"
+
+namespace bonfire::pipedream_test {
+namespace {
+
+// `replicas` of stages with one Unit each.
+void expect_equations(World& world, const std::vector<int>& replicas, schedule::WeightMode mode) {
+  SCOPED_TRACE(fmt::format("{} on {}", schedule::name_of(mode), fmt::join(replicas, "-")));
+  const testing::OracleRun run{.units = std::vector<int>(replicas.size(), 1),
+                               .replicas = replicas,
+                               .mode = std::string(schedule::name_of(mode)),
+                               .microbatches = schedule::endless_shape({.replicas = replicas, .mode = mode}).microbatches};
+  const int count = 24;
+  testing::Oracle oracle(run);
+  oracle.train(count);
+  const auto device = world.device();
+  PipeDream pipeline(world.mesh({.pipeline = world.size()}), testing::tower(static_cast<int>(replicas.size()), device),
+                     {.robin = {.replicas = replicas, .mode = mode, .microbatches = run.microbatches},
+                      .example = testing::tower_minibatch(0, 1, device)[0]});
+  Sgd optimizer(pipeline, {.lr = run.lr, .momentum = run.momentum});
+  pipeline.on_update([&](const StageUpdate&) { optimizer.step(); });
+  for (int at = 0; at < count; ++at) pipeline.admit(testing::tower_minibatch(at, run.microbatches, device));
+  pipeline.drain();
+  const auto expected = oracle.weights();
+  const auto whole = pipeline.engine().full_parameters();
+  for (const auto& item : pipeline.module().named_parameters()) {
+    const auto& other = expected.at(item.key());
+    EXPECT_LT((item.value().cpu() - other).norm().item<double>(), 1e-9 * other.norm().item<double>()) << item.key();
+  }
+}
+
+TEST(GpuPipeDream, TwoStagesFollowTheirEquations) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
+  testing::run_gpu_ranks(2, [](World& world) {
+    for (const auto mode : {schedule::WeightMode::stashing, schedule::WeightMode::vertical,
+                            schedule::WeightMode::two_buffers, schedule::WeightMode::flush})
+      expect_equations(world, {1, 1}, mode);
+  });
+}
+
+TEST(GpuPipeDream, ReplicatedStagesFollowTheirEquations) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
+  testing::run_gpu_ranks(3, [](World& world) {
+    expect_equations(world, {2, 1}, schedule::WeightMode::stashing);
+    expect_equations(world, {2, 1}, schedule::WeightMode::flush);
+  });
+}
+
+}  // namespace
+}  // namespace bonfire::pipedream_test
