@@ -1,10 +1,12 @@
 #include "bonfire/models/model.h"
 
+#include <algorithm>
 #include <charconv>
 
 #include "bonfire/base/error.h"
 #include "bonfire/models/parameter_maker.h"
 #include "bonfire/models/units.h"
+#include "bonfire/nn/recompute.h"
 
 namespace bonfire {
 namespace {
@@ -31,9 +33,9 @@ std::size_t number_of(const std::string& digits) {
   return number;
 }
 
-class ChainImpl : public Model {
+class StackedModelImpl : public Model {
  public:
-  ChainImpl(plan::ModelDescription description, const BuildOptions& build);
+  StackedModelImpl(plan::ModelDescription description, const BuildOptions& build);
 
   at::Tensor forward(at::Tensor input, at::Tensor target) override {
     at::Tensor x = std::move(input);
@@ -43,19 +45,23 @@ class ChainImpl : public Model {
 
  private:
   std::shared_ptr<Layer> make_block(const UnitContext& context, const plan::UnitDescription& unit, std::size_t number) const;
-};
-BONFIRE_UNIT(Chain);
 
-ChainImpl::ChainImpl(plan::ModelDescription description, const BuildOptions& build) {
+  RecomputedUnits recomputed_;
+};
+BONFIRE_UNIT(StackedModel);
+
+StackedModelImpl::StackedModelImpl(plan::ModelDescription description, const BuildOptions& build) {
   description_ = std::move(description);
   const plan::ModelSpec& spec = description_.spec;
   dropout_->seed = Random(build.seed).fork("dropout");
-  UnitContext context{.spec = spec, .build = build, .dropout = dropout_};
+  dropout_->context = build.context.part();
+  UnitContext context{.spec = spec, .part = description_.tensor, .build = build, .dropout = dropout_};
   if (spec.type == plan::ModelType::llama) {
     const auto table_type = build.dtype == at::kDouble ? at::kDouble : at::kFloat;
     context.rotary = rotary_table({.positions = spec.positions, .head_dim = spec.head_dim, .theta = spec.rope_theta},
                                   at::TensorOptions(table_type).device(build.device));
   }
+  if (spec.reversible) context.chain = std::make_shared<ReversibleChain>();
   const auto blocks = std::make_shared<torch::nn::Module>("blocks");
   for (const auto& unit : description_.units) {
     switch (unit.kind) {
@@ -81,10 +87,19 @@ ChainImpl::ChainImpl(plan::ModelDescription description, const BuildOptions& bui
   }
   if (!blocks->children().empty()) register_module("blocks", blocks);
   if (head_) register_module("head", head_);
+  // What a model of ours draws comes from its own dropout.
+  recomputed_ = RecomputedUnits(*this,
+                                [this](const std::string& path, torch::nn::Module&) {
+                                  return std::any_of(description_.units.begin(), description_.units.end(),
+                                                     [&](const plan::UnitDescription& unit) {
+                                                       return unit.name == path && unit.recompute == plan::Recompute::full;
+                                                     });
+                                },
+                                {.torch_random = false, .host = build.host_inputs});
 }
 
-std::shared_ptr<Layer> ChainImpl::make_block(const UnitContext& context, const plan::UnitDescription& unit,
-                                             std::size_t number) const {
+std::shared_ptr<Layer> StackedModelImpl::make_block(const UnitContext& context, const plan::UnitDescription& unit,
+                                                    std::size_t number) const {
   switch (context.spec.type) {
     case plan::ModelType::llama:
     case plan::ModelType::gpt2: return layer<TransformerBlock>(context, unit);
@@ -103,12 +118,18 @@ void Model::set_dropout(std::uint64_t step, std::int64_t first_sample) {
   dropout_->first_sample = first_sample;
 }
 
+void Model::set_documents(const at::Tensor& starts) {
+  if (starts.defined() || dropout_->documents->separate()) dropout_->documents = std::make_shared<Documents>(starts);
+}
+
 void Model::train(bool on) {
   torch::nn::Module::train(on);
   dropout_->training = on;
 }
 
 std::vector<PublicParameter> Model::public_parameters() const {
+  require(description_.tensor.ranks == 1, "public parameters of part {} of {}: their tensors are on several ranks",
+          description_.tensor.rank, description_.tensor.ranks);
   const auto inside = named_parameters();
   std::vector<PublicParameter> out;
   for (const auto& unit : description_.units)
@@ -128,7 +149,16 @@ std::shared_ptr<Model> build_model(const plan::ModelSpec& spec, const BuildOptio
 }
 
 std::shared_ptr<Model> build_model(plan::ModelDescription description, const BuildOptions& options) {
-  return Chain(std::move(description), options).ptr();
+  const auto& [rank, ranks, sequence, chunks] = description.tensor;
+  require(ranks == options.tensor.group.size() && rank == options.tensor.group.rank() &&
+              sequence == options.tensor.sequence && chunks == options.tensor.chunks,
+          "a description of part {} of {} for rank {} of {} that split layers", rank, ranks, options.tensor.group.rank(),
+          options.tensor.group.size());
+  const auto type = description.spec.type;
+  if (options.context.split() && type != plan::ModelType::llama && type != plan::ModelType::gpt2)
+    fail_config("a {} over {} ranks that share samples; allowed: llama | gpt2", plan::name_of(type),
+                options.context.group.size());
+  return StackedModel(std::move(description), options).ptr();
 }
 
 }  // namespace bonfire

@@ -7,10 +7,14 @@
 #include <torch/nn/module.h>
 
 #include "bonfire/base/api.h"
+#include "bonfire/nn/context_attention.h"
 #include "bonfire/nn/dropout_state.h"
+#include "bonfire/nn/sequence_regions.h"
 #include "bonfire/plan/model.h"
 
 namespace bonfire {
+
+class HostInputs;
 
 // A Unit in the chain of a model: takes what the one before it gives.
 class BONFIRE_API Layer : public torch::nn::Module {
@@ -37,7 +41,8 @@ struct PublicParameter {
 class BONFIRE_API Model : public torch::nn::Module {
  public:
   // Logits; with a target, the mean loss over it: fp32, or fp64 for an fp64 model. Of a part without head: what the next one
-  // takes.
+  // takes. Where ranks share samples, input and target have all positions, logits are those of the rank's own, and the loss
+  // is such that its mean over the ranks is that over all targets.
   virtual at::Tensor forward(at::Tensor input, at::Tensor target = {}) = 0;
   at::Tensor loss(const at::Tensor& input, const at::Tensor& target) { return forward(input, target); }
 
@@ -49,10 +54,14 @@ class BONFIRE_API Model : public torch::nn::Module {
   // Says which step and which samples the next forward belongs to. Only dropout asks. `train` and `eval` of the module
   // switch dropout on and off.
   void set_dropout(std::uint64_t step, std::int64_t first_sample);
+  // Says which documents the samples of the next forward consist of: `starts` [samples, positions] (see Batch::documents) on
+  // the CPU. Undefined: each sample is one. Only llama and gpt2 ask.
+  void set_documents(const at::Tensor& starts);
   DropoutState& dropout_state() { return *dropout_; }
   void train(bool on = true) override;
 
-  // Every parameter by its public names, in the order of the description. A tied weight appears once.
+  // Every parameter by its public names, in the order of the description. A tied weight appears once. REQUIRES: no rank has
+  // other parts of its layers.
   std::vector<PublicParameter> public_parameters() const;
 
  protected:
@@ -66,6 +75,13 @@ struct BuildOptions {
   std::uint64_t seed = 1;
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
+  // Those that have the other parts of the layers, where the description is of one part. With its `sequence` the input and
+  // the target still have all positions.
+  TensorRanks tensor{};
+  // Those that share its samples.
+  ContextRanks context{};
+  // Where recomputed blocks keep their inputs, if not on the device.
+  std::shared_ptr<HostInputs> host_inputs{};
 };
 
 // The weights are a function of the seed and of each weight's public name, and of nothing else. Throws ConfigError for a

@@ -5,7 +5,8 @@
 
 #include "bonfire/models/model.h"
 #include "bonfire/models/parameter_maker.h"
-#include "bonfire/nn/layers.h"
+#include "bonfire/nn/parallel_layers.h"
+#include "bonfire/nn/reversible.h"
 #include "bonfire/nn/unit.h"
 
 // The Units that models consist of. Their parameters are described in bonfire/plan/describe.cpp.
@@ -14,16 +15,19 @@ namespace bonfire {
 // What the Units of one model share.
 struct UnitContext {
   const plan::ModelSpec& spec;
+  const plan::TensorPart& part;
   const BuildOptions& build;
   std::shared_ptr<DropoutState> dropout;
   RotaryTable rotary{};
-  at::Tensor tied{};  // the root's weight, where embedding and head share it
+  std::shared_ptr<ReversibleChain> chain{};  // of the blocks of a reversible model
+  at::Tensor tied{};                         // the root's weight, where embedding and head share it
 };
 
 // A dropout in region `region` of a Unit.
 Dropout dropout_in(const UnitContext& context, const plan::UnitDescription& unit, const char* region);
 
-// Rows for tokens, plus learned positions where there are any.
+// Rows for tokens, plus learned positions where there are any: twice, one behind the other, for the two streams of a
+// reversible model.
 class TokenEmbeddingImpl : public Layer, public GradientSlots {
  public:
   TokenEmbeddingImpl(const UnitContext& context, const plan::UnitDescription& unit);
@@ -31,8 +35,14 @@ class TokenEmbeddingImpl : public Layer, public GradientSlots {
   std::shared_ptr<GradientSink>* slot(const at::Tensor& parameter) override;
 
  private:
+  at::Tensor embed(at::Tensor tokens);
+
   nn::Embedding tokens_{nullptr};
+  std::shared_ptr<nn::ParallelEmbeddingImpl> split_;  // the same, where ranks have parts of it
+  TensorRanks ranks_;
+  std::shared_ptr<DropoutState> state_;
   bool tied_;  // then the root holds the weight, and `tokens_` is no child
+  bool two_streams_;
   at::Tensor positions_;
   Dropout dropout_;
 };
@@ -49,7 +59,8 @@ class VectorEmbeddingImpl : public Layer {
 };
 BONFIRE_UNIT(VectorEmbedding);
 
-// Attention and feed-forward on a residual stream, each behind its norm: Llama's and GPT-2's block.
+// Attention and feed-forward on a residual stream, each behind its norm: Llama's and GPT-2's block. On two streams where the
+// model is reversible.
 class TransformerBlockImpl : public Layer {
  public:
   TransformerBlockImpl(const UnitContext& context, const plan::UnitDescription& unit);
@@ -59,6 +70,8 @@ class TransformerBlockImpl : public Layer {
   nn::Norm attention_norm_{nullptr}, feed_norm_{nullptr};
   nn::Attention attention_{nullptr};
   nn::FeedForward feed_{nullptr};
+  std::shared_ptr<ReversibleChain> chain_;  // null: there is one stream
+  std::shared_ptr<DropoutState> random_;
 };
 BONFIRE_UNIT(TransformerBlock);
 
@@ -98,7 +111,7 @@ class ClassifierImpl : public Layer {
 };
 BONFIRE_UNIT(Classifier);
 
-// Norm (where there is one), product with the output weight, loss.
+// Norm (where there is one), product with the output weight, loss. Of two streams it takes the mean.
 class OutputHeadImpl : public Head, public GradientSlots {
  public:
   OutputHeadImpl(const UnitContext& context, const plan::UnitDescription& unit);
@@ -108,7 +121,11 @@ class OutputHeadImpl : public Head, public GradientSlots {
  private:
   nn::Norm norm_{nullptr};
   nn::Linear output_{nullptr};
+  std::shared_ptr<nn::ParallelOutputImpl> split_;  // the same, where ranks have parts of it
+  TensorRanks ranks_;
+  ContextRanks context_;
   bool tied_;  // then the root holds the weight, and `output_` is no child
+  bool two_streams_;
 };
 BONFIRE_UNIT(OutputHead);
 

@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -15,6 +16,8 @@ class Module;
 
 namespace bonfire {
 
+class Fp8Product;
+
 // A layer that can write the gradients of its parameters into sinks.
 class BONFIRE_API GradientSlots {
  public:
@@ -23,6 +26,8 @@ class BONFIRE_API GradientSlots {
   virtual std::shared_ptr<GradientSink>* slot(const at::Tensor& parameter) = 0;
   // The same of a weight's scales, where the layer can read it in eight bits.
   virtual std::shared_ptr<WeightScales>* scales(const at::Tensor&) { return nullptr; }
+  // What makes the products with this weight in fp8; null: nothing does.
+  virtual std::shared_ptr<Fp8Product> fp8_product(const at::Tensor&) { return nullptr; }
 };
 
 // Gives the parameter with this path inside `module` a sink (nullptr takes it off). From the next forward on its gradient
@@ -34,5 +39,7 @@ BONFIRE_API int set_gradient_sink(torch::nn::Module& module, const std::string& 
 // layer cannot read it.
 BONFIRE_API int set_weight_scales(torch::nn::Module& module, const std::string& parameter,
                                   const std::shared_ptr<WeightScales>& scales);
+// What makes the products with a parameter in fp8, layer by layer.
+BONFIRE_API std::vector<std::shared_ptr<Fp8Product>> fp8_products(torch::nn::Module& module, const std::string& parameter);
 
 }  // namespace bonfire

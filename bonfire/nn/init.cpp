@@ -53,4 +53,15 @@ void fill_normal(const at::Tensor& tensor, const Random& random, double deviatio
   }
 }
 
+void fill_normal(const at::Tensor& tensor, const PartOfTensor& part, const Random& random, double deviation) {
+  at::NoGradGuard no_grad;
+  const at::Tensor rows = tensor.dim() == 1 ? tensor.unsqueeze(1) : tensor;
+  const at::Tensor drawn = at::empty({rows.size(1)}, at::kDouble);
+  for (std::int64_t at = 0; at < rows.size(0); ++at) {
+    const std::int64_t first = (part.begin[0] + at) * part.row + part.begin[1];
+    draw_all(drawn.data_ptr<double>(), first, drawn.numel(), random, deviation);
+    rows[at].copy_(drawn);
+  }
+}
+
 }  // namespace bonfire::nn

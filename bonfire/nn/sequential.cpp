@@ -20,11 +20,10 @@ class ChildSeam : public torch::nn::Module, public UnitSeam {
   const std::type_info& marked_type() const override { return typeid(module_); }
 
   at::Tensor forward(at::Tensor x) {
-    UnitHooks* const hooks = this->hooks();
-    if (!hooks) [[likely]]
+    if (hooks().empty()) [[likely]]
       return call(std::move(x));
     const auto inner = [this](at::Tensor&& passed) { return call(std::move(passed)); };
-    return detail::pass_seam<at::Tensor, decltype(inner), at::Tensor>(*this, *hooks, inner,
+    return detail::pass_seam<at::Tensor, decltype(inner), at::Tensor>(*this, inner,
                                                                       detail::Argument<at::Tensor>(std::move(x)));
   }
 

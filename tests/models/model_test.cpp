@@ -12,7 +12,7 @@
 #include "bonfire/nn/gradient_slots.h"
 #include "bonfire/nn/unit.h"
 
-namespace bonfire {
+namespace bonfire::model_test {
 namespace {
 
 using at::Tensor;
@@ -33,6 +33,18 @@ std::map<std::string, ModelSpec> small_models() {
   add("llama tied", [](ModelSpec& s) { s.tied = true; });
   add("gpt2", [](ModelSpec& s) { s.type = ModelType::gpt2, s.tied = true; });
   add("gpt2 untied", [](ModelSpec& s) { s.type = ModelType::gpt2; });
+  add("llama reversible", [](ModelSpec& s) { s.reversible = true, s.kv_heads = 2; });
+  add("gpt2 reversible", [](ModelSpec& s) { s.type = ModelType::gpt2, s.tied = s.reversible = true, s.dropout = 0.2; });
+  // A part of what a packed product makes, with others left out; and everything.
+  add("llama adapters", [](ModelSpec& s) {
+    s.kv_heads = 2;
+    s.adapter = {.rank = 3, .dropout = 0.3, .match = {"q_proj", "v_proj", "layers.1.*.o_proj", "up_proj", "lm_head"}};
+  });
+  add("gpt2 adapters", [](ModelSpec& s) { s.type = ModelType::gpt2, s.tied = true, s.adapter.rank = 5; });
+  add("gpt2 reversible adapters", [](ModelSpec& s) {
+    s.type = ModelType::gpt2, s.reversible = true, s.adapter = {.rank = 5, .dropout = 0.2, .match = {"c_attn", "c_fc"}};
+  });
+  add("mlp adapters", [](ModelSpec& s) { s.type = ModelType::mlp, s.adapter = {.rank = 2, .match = {"down", "head"}}; });
   add("mlp", [](ModelSpec& s) { s.type = ModelType::mlp; });
   add("mlp tied", [](ModelSpec& s) { s.type = ModelType::mlp, s.tied = true; });
   add("mlp vectors", [](ModelSpec& s) { s.type = ModelType::mlp, s.inputs = 7, s.classes = 5; });
@@ -127,6 +139,7 @@ TEST(Model, GradientsAreTheSlopesOfTheLoss) {
     model->loss(batch.input, batch.target).backward();
     at::NoGradGuard no_grad;
     for (const auto& item : model->named_parameters()) {
+      if (!item.value().requires_grad()) continue;
       const Tensor direction = at::randn_like(item.value());
       ASSERT_TRUE(item.value().grad().defined()) << name << " " << item.key();
       const double slope = (item.value().grad() * direction).sum().item<double>(), step = 1e-5;
@@ -180,7 +193,7 @@ TEST(Model, PublicNamesAreViewsInThePublicLayout) {
   for (const auto& parameter : model->parameters()) EXPECT_TRUE(parameter.eq(3).all().item<bool>());
 }
 
-struct CountingHooks : UnitHooks {
+struct CountingHooks : UnitHook {
   void before_forward(UnitSeam& unit, std::vector<Tensor>&) override { order.push_back(&unit); }
   void after_forward(UnitSeam&, std::vector<Tensor>& outputs) override { EXPECT_EQ(outputs.size(), 1U); }
   std::vector<UnitSeam*> order;
@@ -193,7 +206,7 @@ TEST(Model, UnitsRunInTheOrderOfTheDescription) {
     std::vector<UnitSeam*> expected{unit_of(*model)};
     for (const auto& layer : model->layers()) expected.push_back(unit_of(*layer));
     expected.push_back(unit_of(*model->head()));
-    for (UnitSeam* unit : expected) unit->set_hooks(&hooks);
+    for (UnitSeam* unit : expected) unit->hooks().add(hooks);
     const Batch batch = batch_for(spec, 2);
     model->loss(batch.input, batch.target);
     EXPECT_EQ(hooks.order, expected) << name;
@@ -229,6 +242,7 @@ TEST(Model, SinksReceiveTheGradientsOfAutogradTiedOnesTwice) {
     sunk->loss(batch.input, batch.target).backward();
     const auto expected = plain->named_parameters();
     for (const auto& item : sunk->named_parameters()) {
+      if (!item.value().requires_grad()) continue;
       const auto sink = sinks.find(item.key());
       const Tensor gradient = sink == sinks.end() ? item.value().grad() : sink->second.first->memory;
       if (sink != sinks.end()) {
@@ -271,7 +285,8 @@ TEST(Model, NarrowTypesFollowTheWideOne) {
       loss.backward();
       const double expected = wide->loss(batch.input, batch.target).item<double>();
       EXPECT_NEAR(loss.item<double>(), expected, (type == at::kFloat ? 1e-6 : 0.02) * expected) << name;
-      for (const auto& parameter : narrow->parameters()) EXPECT_TRUE(parameter.grad().isfinite().all().item<bool>());
+      for (const auto& parameter : narrow->parameters())
+        EXPECT_TRUE(!parameter.requires_grad() || parameter.grad().isfinite().all().item<bool>());
     }
 }
 
@@ -284,4 +299,4 @@ TEST(Model, RefusesWhatItDoesNotKnow) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::model_test

@@ -10,7 +10,7 @@
 #include "bonfire/nn/init.h"
 #include "bonfire/nn/layers.h"
 
-namespace bonfire {
+namespace bonfire::gradient_slots_test {
 namespace {
 
 using at::Tensor;
@@ -122,4 +122,4 @@ TEST(Init, EveryElementIsItsOwnDraw) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::gradient_slots_test

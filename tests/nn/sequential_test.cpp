@@ -10,7 +10,7 @@
 #include <torch/serialize/input-archive.h>
 #include <torch/serialize/output-archive.h>
 
-namespace bonfire {
+namespace bonfire::sequential_test {
 namespace {
 
 using at::Tensor;
@@ -42,7 +42,7 @@ struct PairMakerImpl : torch::nn::Module {
 };
 TORCH_MODULE(PairMaker);
 
-struct Recorder : UnitHooks {
+struct Recorder : UnitHook {
   void before_forward(UnitSeam& unit, std::vector<Tensor>& inputs) override {
     order.push_back(&unit.module());
     inputs.at(0) = inputs.at(0) + shift;
@@ -82,7 +82,7 @@ TEST(Sequential, PlainChildrenBecomeUnits) {
     UnitSeam* const unit = unit_of(*child, *sequence);
     ASSERT_TRUE(unit);
     EXPECT_EQ(&unit->module(), child);
-    unit->set_hooks(&recorder);
+    unit->hooks().add(recorder);
   }
   EXPECT_EQ(unit_of(*sequence->named_children()["relu"], *sequence), nullptr);
   EXPECT_EQ(unit_of(*first, *sequence)->type_name(), "Linear");
@@ -109,7 +109,7 @@ TEST(Sequential, ChildThatIsCalledTwiceIsOneUnit) {
   torch::nn::Sequential sequence(shared, ReLU(), shared);
   EXPECT_EQ(wrap_children(sequence), 1);
   Recorder recorder;
-  unit_of(*shared, *sequence)->set_hooks(&recorder);
+  unit_of(*shared, *sequence)->hooks().add(recorder);
   sequence->forward(at::ones({1, 2}));
   EXPECT_EQ(recorder.order, std::vector<torch::nn::Module*>(2, shared.get()));
 }
@@ -171,9 +171,9 @@ TEST(Sequential, CanBeAUnitAsAWhole) {
   ASSERT_TRUE(unit_of(*root));
   EXPECT_EQ(unit_of(*root)->type_name(), "UnitSequential");
   EXPECT_EQ(root->named_parameters().keys(), (std::vector<std::string>{"first.weight", "first.bias"}));
-  root->set_hooks(&recorder);
+  root->hooks().add(recorder);
   EXPECT_EQ(wrap_children(*root), 1);
-  unit_of(*first, *root)->set_hooks(&recorder);
+  unit_of(*first, *root)->hooks().add(recorder);
   const Tensor x = at::randn({2, 3});
   EXPECT_TRUE(root->forward(x).equal(first(x).relu()));
   EXPECT_EQ(recorder.order, (std::vector<torch::nn::Module*>{root.get(), first.get()}));
@@ -195,10 +195,10 @@ TEST(Sequential, UsersTypeOverItCanBeMarked) {
   Network network(Linear(3, 4), ReLU(), Linear(4, 4));
   EXPECT_EQ(wrap_children(*network), 2);
   Recorder recorder;
-  network->set_hooks(&recorder);
+  network->hooks().add(recorder);
   EXPECT_EQ(network(at::ones({2, 3})).dim(), 0);
   EXPECT_EQ(recorder.order, std::vector<torch::nn::Module*>{network.get()});
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::sequential_test

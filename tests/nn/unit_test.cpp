@@ -8,7 +8,7 @@
 #include <ATen/ATen.h>
 #include <torch/nn/modules/container/sequential.h>
 
-namespace bonfire {
+namespace bonfire::unit_test {
 namespace {
 
 using at::Tensor;
@@ -36,7 +36,7 @@ struct ManyImpl : torch::nn::Module {
 };
 BONFIRE_UNIT(Many);
 
-struct Recorder : UnitHooks {
+struct Recorder : UnitHook {
   void before_forward(UnitSeam& unit, std::vector<Tensor>& inputs) override {
     before.push_back(&unit.module());
     input_count = inputs.size();
@@ -52,7 +52,7 @@ struct Recorder : UnitHooks {
 TEST(Unit, EveryWayToCallForwardPassesTheSeam) {
   Recorder recorder;
   Block block;
-  block->set_hooks(&recorder);
+  block->hooks().add(recorder);
   torch::nn::Sequential sequence(block);
   const Tensor x = at::ones({2});
   block->forward(x);
@@ -60,7 +60,7 @@ TEST(Unit, EveryWayToCallForwardPassesTheSeam) {
   sequence->forward(x);
   EXPECT_EQ(recorder.before, std::vector<torch::nn::Module*>(3, block.get()));
   EXPECT_EQ(recorder.after, recorder.before);
-  block->set_hooks(nullptr);
+  block->hooks().remove(recorder);
   block->forward(x);
   EXPECT_EQ(recorder.before.size(), 3U);
 }
@@ -70,7 +70,7 @@ TEST(Unit, TensorsOfAllArgumentsAndResultsAreSeen) {
   Many many;
   int copies = 0;
   const Tensor x = at::ones({2});
-  many->set_hooks(&recorder);
+  many->hooks().add(recorder);
   many->forward(x, x, {x, x, Tensor()}, 3, Counted(&copies), std::make_unique<int>(2));
   EXPECT_EQ(recorder.input_count, 4U);
   EXPECT_EQ(recorder.output_count, 3U);
@@ -88,7 +88,7 @@ TEST(Unit, IsFoundFromItsModuleAndKeepsItsNames) {
 }
 
 // Adds one to every input and ten to every output.
-struct Adder : UnitHooks {
+struct Adder : UnitHook {
   void before_forward(UnitSeam&, std::vector<Tensor>& inputs) override {
     for (auto& input : inputs) input = input + 1;
   }
@@ -157,7 +157,7 @@ BONFIRE_UNIT(MoveOnly);
 TEST(Unit, HooksReplaceTensorsWhereverTheyAre) {
   Adder adder;
   const auto hooked = [&](auto unit) {
-    unit->set_hooks(&adder);
+    unit->hooks().add(adder);
     return unit;
   };
   const Tensor one = number(1);
@@ -191,10 +191,10 @@ TEST(Unit, HooksReplaceTensorsWhereverTheyAre) {
 
 TEST(Unit, VariablesOfTheCallerChangeAsForwardChangesThemAndNotOtherwise) {
   Adder adder;
-  for (UnitHooks* hooks : {static_cast<UnitHooks*>(nullptr), static_cast<UnitHooks*>(&adder)}) {
+  for (UnitHook* hooks : {static_cast<UnitHook*>(nullptr), static_cast<UnitHook*>(&adder)}) {
     SCOPED_TRACE(hooks ? "with hooks" : "without");
     Consumer consumer;
-    consumer->set_hooks(hooks);
+    if (hooks) consumer->hooks().add(*hooks);
     const Tensor one = number(1);
     Tensor mine = one;
     consumer->forward(std::move(mine), false);
@@ -203,7 +203,7 @@ TEST(Unit, VariablesOfTheCallerChangeAsForwardChangesThemAndNotOtherwise) {
     EXPECT_FALSE(mine.defined());
 
     Writer writer;
-    writer->set_hooks(hooks);
+    if (hooks) writer->hooks().add(*hooks);
     std::vector<Tensor> several{one};
     Tensor out;
     int calls = 0;
@@ -217,7 +217,7 @@ TEST(Unit, VariablesOfTheCallerChangeAsForwardChangesThemAndNotOtherwise) {
 }
 
 TEST(Unit, InputsPassedByValueDieWhenForwardDropsThem) {
-  struct Watch : UnitHooks {
+  struct Watch : UnitHook {
     void before_forward(UnitSeam&, std::vector<Tensor>& inputs) override { input = inputs.at(0).getIntrusivePtr(); }
     void after_forward(UnitSeam&, std::vector<Tensor>&) override { EXPECT_TRUE(input.expired()); }
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> input{
@@ -227,7 +227,7 @@ TEST(Unit, InputsPassedByValueDieWhenForwardDropsThem) {
     Tensor forward(Tensor x) { return x.mul(2); }
   };
   Unit<DropImpl> unit;
-  unit.set_hooks(&watch);
+  unit.hooks().add(watch);
   unit.forward(number(1));
 }
 
@@ -236,7 +236,7 @@ TEST(Unit, HooksMayNotAddOrRemoveTensors) {
     void after_forward(UnitSeam&, std::vector<Tensor>& outputs) override { outputs.push_back(outputs[0]); }
   } greedy;
   Block block;
-  block->set_hooks(&greedy);
+  block->hooks().add(greedy);
   try {
     block->forward(at::ones({2}));
     FAIL();
@@ -255,12 +255,144 @@ TEST(Unit, HooksHearOfAForwardThatThrew) {
   };
   Adder adder;
   Unit<ThrowingImpl> unit;
-  unit.set_hooks(&adder);
+  unit.hooks().add(adder);
   Tensor x = number(1);
   EXPECT_THROW(unit.forward(x), std::domain_error);
   EXPECT_EQ(adder.failed, 1);
   EXPECT_EQ(adder.what, "no such token");
   EXPECT_EQ(value(x), 3);
+}
+
+// Writes down when it is entered and left.
+struct Logger : UnitHook {
+  Logger(std::string name, std::vector<std::string>& log) : name(std::move(name)), log(log) {}
+  void before_forward(UnitSeam&, std::vector<Tensor>& inputs) override {
+    log.push_back("into " + name);
+    for (auto& input : inputs) input = input * 2;
+  }
+  void after_forward(UnitSeam&, std::vector<Tensor>& outputs) override {
+    log.push_back("out of " + name);
+    for (auto& output : outputs) output = output + 1;
+  }
+  std::string name;
+  std::vector<std::string>& log;
+};
+
+TEST(Unit, HooksLieInsideEachOtherInTheOrderInWhichTheyWereAdded) {
+  std::vector<std::string> log;
+  Logger outer("outer", log), inner("inner", log);
+  ByValue unit;
+  unit->hooks().add(outer);
+  unit->hooks().add(inner);
+  EXPECT_EQ(value(unit->forward(number(3))), 3 * 2 * 2 + 1 + 1);
+  EXPECT_EQ(log, (std::vector<std::string>{"into outer", "into inner", "out of inner", "out of outer"}));
+  unit->hooks().remove(outer);
+  log.clear();
+  EXPECT_EQ(value(unit->forward(number(3))), 3 * 2 + 1);
+  EXPECT_EQ(log, (std::vector<std::string>{"into inner", "out of inner"}));
+  unit->hooks().remove(inner);
+  EXPECT_TRUE(unit->hooks().empty());
+}
+
+// Runs what is inside of it a second time, as recomputation does: the first time without a graph.
+struct Twice : UnitHook {
+  std::vector<Tensor> around(UnitCall& call, std::vector<Tensor> inputs) override {
+    again = call.repeatable();
+    {
+      const at::NoGradGuard no_grad;
+      first = again->run(inputs);
+    }
+    kept = inputs;
+    return call.run(std::move(inputs));
+  }
+  std::vector<Tensor> first, kept;
+  std::unique_ptr<RepeatableCall> again;
+};
+
+struct ScaledImpl : torch::nn::Module {
+  ScaledImpl() : weight(register_parameter("weight", at::full({}, 5.0))) {}
+  std::pair<Tensor, std::vector<Tensor>> forward(Tensor x, const std::vector<std::optional<Tensor>>& more, int times,
+                                                 std::string name, bool& called) {
+    ++runs;
+    called = true;
+    EXPECT_EQ(name, "a name that is too long for the string itself");
+    Tensor sum = x * weight * times;
+    for (const auto& one : more)
+      if (one) sum = sum + *one;
+    return {sum, {x}};
+  }
+  Tensor weight;
+  int runs = 0;
+};
+BONFIRE_UNIT(Scaled);
+
+TEST(Unit, AHookRunsForwardAgain) {
+  Twice twice;
+  std::vector<std::string> log;
+  Logger inside("inside", log);
+  Scaled unit;
+  unit->hooks().add(twice);
+  unit->hooks().add(inside);
+  bool called = false;
+  {
+    const Tensor x = number(3).set_requires_grad(true);
+    const auto [sum, rest] =
+        unit->forward(x, {std::nullopt, number(10)}, 2, "a name that is too long for the string itself", called);
+    // Inputs are doubled by the hook inside, and one is added to what comes out of it.
+    EXPECT_EQ(value(sum), 6 * 5 * 2 + 20 + 1);
+    EXPECT_EQ(value(rest.at(0)), 7);
+    sum.backward();
+    EXPECT_EQ(value(x.grad()), 20);
+    EXPECT_EQ(value(unit->weight.grad()), 12);
+  }
+  EXPECT_TRUE(called);
+  EXPECT_EQ(unit->runs, 2);
+  ASSERT_EQ(twice.first.size(), 2U);
+  EXPECT_EQ(value(twice.first[0]), 81);
+  EXPECT_FALSE(twice.first[0].requires_grad());
+  EXPECT_EQ(log.size(), 4U);
+
+  // Also when the call has long returned, with other inputs, as often as one likes.
+  for (int again = 0; again < 2; ++again) {
+    const auto outputs = twice.again->run({number(1), number(0)});
+    EXPECT_EQ(value(outputs.at(0)), 2 * 5 * 2 + 1);
+    EXPECT_TRUE(outputs.at(0).requires_grad());
+  }
+  EXPECT_EQ(unit->runs, 4);
+}
+
+TEST(Unit, HooksRunACallOnceAndWhatCannotBeKeptOnce) {
+  const auto message = [](const auto& run) -> std::string {
+    try {
+      run();
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  struct Greedy : UnitHook {
+    std::vector<Tensor> around(UnitCall& call, std::vector<Tensor> inputs) override {
+      call.run(inputs);
+      return call.run(inputs);
+    }
+  } greedy;
+  ByValue unit;
+  unit->hooks().add(greedy);
+  EXPECT_EQ(message([&] { unit->forward(number(1)); }), "a hook of Unit ByValue ran it twice: use UnitCall::repeatable");
+  struct Lazy : UnitHook {
+    std::vector<Tensor> around(UnitCall&, std::vector<Tensor> inputs) override { return inputs; }
+  } lazy;
+  ByReference other;
+  other->hooks().add(lazy);
+  EXPECT_EQ(message([&] { other->forward(number(1)); }), "a hook of Unit ByReference returned without running it");
+  Twice twice;
+  MoveOnly move_only;
+  move_only->hooks().add(twice);
+  EXPECT_EQ(message([&] {
+              move_only->forward({number(1), std::make_unique<int>(2)}, std::make_unique<int>(3),
+                                 {number(1), std::make_unique<int>(1)});
+            }).substr(0, 66),
+            "the forward of Unit MoveOnly cannot be run again: it takes a std::");
 }
 
 TEST(Unit, NameOfItsTypeIsTheOneTheUserWrote) {
@@ -331,4 +463,4 @@ TEST(Unit, CloneIsRefusedBecauseItWouldLoseTheSeam) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::unit_test
