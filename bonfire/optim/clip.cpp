@@ -11,7 +11,8 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/kernels/sum_of_squares.h"
-#include "bonfire/shard/engine.h"
+#include "bonfire/shard/flat_parameter.h"
+#include "bonfire/shard/shares.h"
 
 namespace bonfire {
 namespace {
@@ -28,27 +29,22 @@ double largest(at::ScalarType type) {
 
 }  // namespace
 
-at::Tensor local_squares(const Engine& engine, const std::function<bool(const FlatParameter&)>& counts) {
+at::Tensor local_squares(const Shares& shares) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
-  for (const auto& flat : engine.flats())
-    for (const auto& share : flat->trained())
-      if (!counts || counts(*flat)) gradients.push_back(share.gradient);
+  for (const auto& part : shares.parts())
+    for (const auto& share : part.flat->trained())
+      if (part.flat->layout().regions[share.region].copy == 0) gradients.push_back(share.gradient);
   if (!gradients.empty()) return sum_of_squares(gradients);
-  if (engine.flats().empty()) return at::zeros({}, at::kDouble);
-  return at::zeros({}, at::TensorOptions(at::kDouble).device(engine.flats().front()->parameters().front().device()));
+  return at::zeros({}, at::TensorOptions(at::kDouble).device(shares.device()));
 }
 
-void add_over_shares(const Engine& engine, at::Tensor& squares) {
-  engine.mesh().group(Axis::shard).all_reduce(squares).wait();
-}
-
-double norm_over_shares(const Engine& engine, at::Tensor squares) {
-  add_over_shares(engine, squares);
+double gradient_norm(const Shares& shares) {
+  shares.require_gradients();
+  auto squares = local_squares(shares);
+  shares.sum(squares);
   return std::sqrt(squares.item<double>());
 }
-
-double gradient_norm(const Engine& engine) { return norm_over_shares(engine, local_squares(engine)); }
 
 namespace {
 constexpr double never_zero = 1e-6;  // torch's: it keeps a norm of exactly zero from dividing
@@ -61,14 +57,39 @@ at::Tensor clip_factor(const at::Tensor& norm, double limit) {
   return at::full_like(norm, limit).div_(norm.add(never_zero)).masked_fill_(norm.gt(limit).logical_not_(), 1);
 }
 
-void clip_values(Engine& engine, double limit) {
-  require(limit > 0, "gradients cannot be limited to {}, must be more than 0", limit);
+double clip_norm(Shares& shares, double limit) {
+  require(limit > 0, "gradients cannot be shortened to {}, must be more than 0", limit);
   const at::NoGradGuard no_grad;
-  for (const auto& flat : engine.flats())
-    for (auto& share : flat->trained()) {
+  const double norm = gradient_norm(shares);
+  if (const double factor = clip_factor(norm, limit); factor != 1)
+    for (const auto& part : shares.parts())
+      for (auto& share : part.flat->trained()) share.gradient.mul_(factor);
+  return norm;
+}
+
+void clip_values(Shares& shares, double limit) {
+  require(limit > 0, "gradients cannot be limited to {}, must be more than 0", limit);
+  shares.require_gradients();
+  clamp_gradients(shares, limit);
+}
+
+void clamp_gradients(Shares& shares, double limit) {
+  const at::NoGradGuard no_grad;
+  for (const auto& part : shares.parts())
+    for (auto& share : part.flat->trained()) {
       const double bound = std::min(limit, largest(share.gradient.scalar_type()));
       share.gradient.clamp_(-bound, bound);
     }
+}
+
+void for_each_gradient(const Shares& shares, const std::function<void(const std::string& name, at::Tensor share)>& visit) {
+  shares.require_gradients();
+  const at::NoGradGuard no_grad;
+  for (const auto& part : shares.parts())
+    for (const auto& segment : part.flat->layout().segments)
+      for (const auto& share : part.flat->trained())
+        if (const auto own = overlap(share.share, segment); own && share.region == segment.region)
+          visit(segment.placement.name, share.gradient.narrow(0, own->begin, own->length));
 }
 
 }  // namespace bonfire

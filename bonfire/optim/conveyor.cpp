@@ -8,7 +8,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "bonfire/base/error.h"
-#include "bonfire/shard/side_stream.h"
+#include "bonfire/comm/side_stream.h"
 
 namespace bonfire {
 void Conveyor::Lane::open(at::Device device, std::int64_t tray_bytes) {

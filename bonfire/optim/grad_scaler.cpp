@@ -14,6 +14,16 @@ GradScaler::GradScaler(const GradScalerOptions& options) : options_(options), sc
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) const { return loss.mul(scale_); }
 
+State GradScaler::save() const { return {{"scale", scale_}, {"good", good_}, {"skipped", skipped_}}; }
+
+void GradScaler::load(const State& state) {
+  const auto scale = state_value<double>(state, "scale");
+  require(scale > 0, "gradient scaler: scale {} must be positive", scale);
+  good_ = state_value<std::int64_t>(state, "good");
+  skipped_ = state_value<std::int64_t>(state, "skipped");
+  scale_ = scale;
+}
+
 void GradScaler::update(bool finite) {
   if (!finite) {
     ++skipped_;

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "bonfire/base/api.h"
+#include "bonfire/base/stateful.h"
 
 namespace bonfire {
 
@@ -18,7 +19,7 @@ struct GradScalerOptions {
 // Keeps small fp16 gradients from vanishing: the loss is multiplied by a scale before backward, and the optimizer divides
 // the gradients by it. A step whose gradients overflowed is skipped and makes the scale smaller. Every rank sees the same
 // gradients, so every rank decides alike.
-class BONFIRE_API GradScaler {
+class BONFIRE_API GradScaler : public Stateful {
  public:
   explicit GradScaler(const GradScalerOptions& options = {});
 
@@ -28,6 +29,9 @@ class BONFIRE_API GradScaler {
 
   // For the optimizer: whether the gradients of this step were finite.
   void update(bool finite);
+
+  State save() const override;
+  void load(const State& state) override;
 
  private:
   GradScalerOptions options_;

@@ -13,7 +13,8 @@
 #include "bonfire/kernels/optimizer.h"
 #include "bonfire/optim/clip.h"
 #include "bonfire/optim/grad_scaler.h"
-#include "bonfire/shard/engine.h"
+#include "bonfire/shard/flat_parameter.h"
+#include "bonfire/shard/number_slice.h"
 
 namespace bonfire {
 namespace {
@@ -27,8 +28,8 @@ ParameterRule no_decay_below_two_dims() {
   return {[](const std::string&, const at::Tensor& parameter) { return parameter.dim() < 2; }, 1, 0};
 }
 
-Optimizer::Optimizer(Engine& engine, Common common, std::vector<std::string> state_names)
-    : engine_(engine),
+Optimizer::Optimizer(Shares& shares, Common common, std::vector<std::string> state_names)
+    : shares_(shares),
       state_names_(std::move(state_names)),
       lr_(common.lr),
       weight_decay_(common.weight_decay),
@@ -39,10 +40,21 @@ Optimizer::Optimizer(Engine& engine, Common common, std::vector<std::string> sta
           "weight decay is {}, must be a number of at least 0", common.weight_decay);
 }
 
-Optimizer::Setting Optimizer::setting_of(const std::string& name, const at::Tensor& parameter) const {
-  Setting setting{.lr_factor = 1, .weight_decay = weight_decay_, .began = state_.began(name)};
+StepNumbers Optimizer::numbers(const Range& /*range*/) const {
+  fail("this optimizer cannot step without the host: it does not override Optimizer::numbers");
+}
+
+void Optimizer::add_rule(ParameterRule rule) {
+  rules_.insert(rules_.begin(), std::move(rule));
+  settings_changed_ = true;
+}
+
+Optimizer::Setting Optimizer::setting_of(int stage, const plan::Segment& segment, const at::Tensor& parameter) const {
+  Setting setting{.lr_factor = 1, .weight_decay = weight_decay_, .began = state_.began(stage, segment.name)};
+  // Copies of a tied weight on several stages have one path there, and so the same rule.
+  const auto& path = segment.placement.name;
   for (const auto& rule : rules_) {
-    if (!rule.matches(name, parameter)) continue;
+    if (!rule.matches(path, parameter)) continue;
     setting.lr_factor = rule.lr_factor;
     setting.weight_decay = rule.weight_decay;
     break;
@@ -50,14 +62,15 @@ Optimizer::Setting Optimizer::setting_of(const std::string& name, const at::Tens
   return setting;
 }
 
-std::vector<Optimizer::Stretch> Optimizer::stretches_of(std::size_t flat, std::size_t share) const {
-  const auto& [layout, shares] = state_.flats()[flat];
-  const auto [begin, length] = shares[share].share;
+std::vector<Optimizer::Stretch> Optimizer::stretches_of(std::size_t part, std::size_t share) const {
+  const auto& of = state_.parts()[part];
+  const auto& layout = of.layout;
+  const auto [begin, length] = of.shares[share].share;
   std::vector<Stretch> stretches;
   for (std::size_t at = 0; at < layout.segments.size(); ++at) {
     const auto& segment = layout.segments[at];
-    if (segment.region != shares[share].region || segment.offset >= begin + length) continue;
-    const auto setting = setting_of(segment.name, engine().flats()[flat]->parameters()[at]);
+    if (segment.region != of.shares[share].region || segment.offset >= begin + length) continue;
+    const auto setting = setting_of(of.stage, segment, of.flat->parameters()[at]);
     const std::int64_t from = std::max<std::int64_t>(segment.offset - begin, 0);
     if (stretches.empty() || stretches.back().setting != setting) stretches.push_back({from, 0, setting});
   }
@@ -67,21 +80,21 @@ std::vector<Optimizer::Stretch> Optimizer::stretches_of(std::size_t flat, std::s
   return stretches;
 }
 
-void Optimizer::add_ranges(std::size_t flat, double gradient_scale, std::vector<Range>& ranges) const {
-  const auto& trained = engine().flats()[flat]->trained();
+void Optimizer::add_ranges(std::size_t part, double gradient_scale, std::vector<Range>& ranges) const {
+  const auto& trained = state_.parts()[part].flat->trained();
   for (std::size_t share = 0; share < trained.size(); ++share) {
     const auto& of = trained[share];
     // On the host an update goes piece by piece, so that copies from and to a device have something to hide behind.
     const std::int64_t most = of.master.device().is_cpu() ? host_piece : of.master.numel();
-    for (const auto& stretch : stretches_[flat][share])
+    for (const auto& stretch : stretches_[part][share])
       for (std::int64_t at = 0; at < stretch.length; at += most) {
         const auto length = std::min(most, stretch.length - at);
-        const auto part = [&](const at::Tensor& whole) {
+        const auto cut = [&](const at::Tensor& whole) {
           return !whole.defined() || whole.numel() == length ? whole : whole.narrow(0, stretch.begin + at, length);
         };
-        auto& range = ranges.emplace_back(Range{.master = part(of.master),
-                                                .gradient = part(of.gradient),
-                                                .low_precision = part(of.low_precision),
+        auto& range = ranges.emplace_back(Range{.master = cut(of.master),
+                                                .gradient = cut(of.gradient),
+                                                .low_precision = cut(of.low_precision()),
                                                 .state = {},
                                                 .lr = lr_ * stretch.setting.lr_factor,
                                                 .weight_decay = stretch.setting.weight_decay,
@@ -93,17 +106,17 @@ void Optimizer::add_ranges(std::size_t flat, double gradient_scale, std::vector<
           range.scale_on_device = device_.scale;
           range.numbers_on_device = device_.numbers.select(0, setting - device_.settings.begin());
         }
-        for (const auto& tensor : state_.flats()[flat].shares[share].tensors) range.state.push_back(part(tensor));
+        for (const auto& tensor : state_.parts()[part].shares[share].tensors) range.state.push_back(cut(tensor));
       }
   }
 }
 
 void Optimizer::update_all(double gradient_scale) {
-  auto& flats = engine().flats();
+  const auto& parts = state_.parts();
   std::vector<Range> ranges;
   std::vector<std::size_t> ends;
-  for (std::size_t flat = 0; flat < flats.size(); ++flat) {
-    add_ranges(flat, gradient_scale, ranges);
+  for (std::size_t part = 0; part < parts.size(); ++part) {
+    add_ranges(part, gradient_scale, ranges);
     ends.push_back(ranges.size());
   }
   std::vector<Conveyor::Load> loads;
@@ -116,9 +129,9 @@ void Optimizer::update_all(double gradient_scale) {
     if (updated < end) update(std::span(ranges).subspan(updated, end - updated));
     updated = end;
   };
-  for (std::size_t flat = 0, at = 0; flat < flats.size(); ++flat) {
-    const bool on_host = at < ends[flat] && ranges[at].master.is_cpu();
-    for (; at < ends[flat]; ++at) {
+  for (std::size_t part = 0, at = 0; part < parts.size(); ++part) {
+    const bool on_host = at < ends[part] && ranges[at].master.is_cpu();
+    for (; at < ends[part]; ++at) {
       auto& range = ranges[at];
       const auto piece = conveyor_.next();
       range.gradient = piece.in;
@@ -126,78 +139,101 @@ void Optimizer::update_all(double gradient_scale) {
       if (on_host) catch_up(at + 1);
       conveyor_.send();
     }
-    if (!on_host && !flats[flat]->is_refreshed() && flat + 1 < flats.size()) continue;
+    if (!on_host && !parts[part].flat->is_refreshed() && part + 1 < parts.size()) continue;
     catch_up(at);
     conveyor_.flush();
-    for (; announced <= flat; ++announced) {
+    for (; announced <= part; ++announced) {
       if (ends[announced] == (announced == 0 ? 0 : ends[announced - 1])) continue;
-      flats[announced]->values_changed();
-      engine().updated(announced);
+      parts[announced].flat->end_update();
+      shares().updated(announced);
     }
   }
   conveyor_.end();
-  engine().finish_update();
+  shares().finish_update();
 }
 
 namespace {
 
 double scale_of(const StepOptions& options) { return options.scaler ? options.scaler->scale() : 1; }
 
+}  // namespace
+
 // Limits what is to be limited; the sum of the squares of all gradients, on the device, where somebody wants to know.
-at::Tensor look_at_gradients(std::span<Engine* const> engines, const StepOptions& options, const ModelParts& parts) {
+at::Tensor Optimizer::look_at_gradients(const StepOptions& options) {
   const bool may_skip = options.scaler || options.skip_non_finite;
-  const auto squares_of_all = [&] {
-    at::Tensor sum;
-    for (const auto* engine : engines) {
-      const auto squares =
-          local_squares(*engine, [&](const FlatParameter& flat) { return !parts.is_copy || !parts.is_copy(*engine, flat); });
-      sum = sum.defined() ? sum.add_(squares) : squares;
-    }
-    return sum;
-  };
   at::Tensor spoilt;
   if (options.clip_value > 0) {
     // An infinity is limited like any other number. Whoever would skip the step must hear of it all the same.
-    if (may_skip) spoilt = squares_of_all().mul_(0);
-    for (auto* engine : engines) clip_values(*engine, options.clip_value * scale_of(options));
+    if (may_skip) spoilt = local_squares(shares()).mul_(0);
+    clamp_gradients(shares(), options.clip_value * scale_of(options));
   }
   if (options.clip <= 0 && !may_skip) return {};
-  auto squares = squares_of_all();
+  auto squares = local_squares(shares());
   if (spoilt.defined()) squares.add_(spoilt);
-  if (parts.ranks.size() > 1) parts.ranks.all_reduce(squares).wait();
-  add_over_shares(*engines.front(), squares);
+  shares().sum(squares);
   return squares;
 }
 
-}  // namespace
-
-void Optimizer::follow_engine() {
-  if (!state_.follow(engine(), steps_)) return;
-  stretches_.assign(state_.flats().size(), {});
-  for (std::size_t flat = 0; flat < stretches_.size(); ++flat)
-    for (std::size_t share = 0; share < state_.flats()[flat].shares.size(); ++share)
-      stretches_[flat].push_back(stretches_of(flat, share));
+void Optimizer::follow_layout() {
+  if (!state_.follow(shares(), steps_) && !settings_changed_) return;
+  settings_changed_ = false;
+  stretches_.assign(state_.parts().size(), {});
+  for (std::size_t part = 0; part < stretches_.size(); ++part)
+    for (std::size_t share = 0; share < state_.parts()[part].shares.size(); ++share)
+      stretches_[part].push_back(stretches_of(part, share));
 }
+
+std::vector<Slice> Optimizer::slices() {
+  const at::NoGradGuard no_grad;
+  follow_layout();
+  const auto division = shares().division();
+  std::vector<Slice> slices;
+  slices.push_back(
+      slice_of({.kind = "steps", .get = [this] { return steps_; }, .set = [this](std::int64_t steps) { set_steps(steps); }},
+               division));
+  for (const auto& part : state_.parts()) {
+    for (const auto& place : part.layout.segments) {
+      for (const auto& share : part.shares) {
+        if (share.region != place.region) continue;
+        slices.push_back(
+            slice_of({.kind = "step",
+                      .get = [this, stage = part.stage, own = place.name] { return steps_ - state_.began(stage, own); },
+                      .set = [this, stage = part.stage,
+                              own = place.name](std::int64_t steps) { state_.set_began(stage, own, steps_ - steps); }},
+                     division, place.placement));
+        const auto own = overlap(share.share, place);
+        for (std::size_t tensor = 0; own && tensor < share.tensors.size(); ++tensor) {
+          const auto values = share.tensors[tensor].narrow(0, own->begin, own->length);
+          for (auto& slice : slices_of(place.placement, share.share.begin + own->begin - place.offset, values)) {
+            slice.kind = state_names_[tensor];
+            slice.copy = division.copy(division.factor, place.placement.copy);
+            slice.copies = division.copies(division.factor);
+            slices.push_back(std::move(slice));
+          }
+        }
+      }
+    }
+  }
+  return slices;
+}
+
+// Parameters have taken as many steps as before.
+void Optimizer::set_steps(std::int64_t steps) {
+  state_.delay(steps - steps_);
+  steps_ = steps;
+}
+
+void Optimizer::slices_written() { settings_changed_ = true; }
 
 StepResult Optimizer::step(const StepOptions& options) {
-  Optimizer* const alone = this;
-  return step_together({&alone, 1}, options, {});
-}
-
-StepResult Optimizer::step_together(std::span<Optimizer* const> optimizers, const StepOptions& options,
-                                    const ModelParts& parts) {
   require(options.clip >= 0 && options.clip_value >= 0, "clip is {} and clip_value {}, must be at least 0 (0: never)",
           options.clip, options.clip_value);
   const at::NoGradGuard no_grad;
-  for (const auto* optimizer : optimizers) optimizer->engine().require_gradients();
-  std::vector<Engine*> engines;
-  for (auto* optimizer : optimizers) {
-    optimizer->follow_engine();
-    engines.push_back(&optimizer->engine());
-  }
+  shares().require_gradients();
+  follow_layout();
   const double loss_scale = scale_of(options);
   StepResult result;
-  if (const auto squares = look_at_gradients(engines, options, parts); squares.defined())
+  if (const auto squares = look_at_gradients(options); squares.defined())
     result.gradient_norm = std::sqrt(squares.item<double>()) / loss_scale;
   const bool finite = std::isfinite(result.gradient_norm);
   GradientUse use;
@@ -207,27 +243,28 @@ StepResult Optimizer::step_together(std::span<Optimizer* const> optimizers, cons
   }
   result.skipped = !finite && (options.scaler || options.skip_non_finite);
   use.applied = !result.skipped;
-  for (auto* optimizer : optimizers) {
-    if (!result.skipped) {
-      ++optimizer->steps_;
-      optimizer->update_all(clip_factor(result.gradient_norm, options.clip) / loss_scale);
-    }
-    optimizer->engine().spend_gradients(use);
+  if (!result.skipped) {
+    // Before anything counts: it throws where somebody reads what is to be updated.
+    for (const auto& part : state_.parts())
+      if (!part.flat->trained().empty()) part.flat->begin_update();
+    ++steps_;
+    update_all(clip_factor(result.gradient_norm, options.clip) / loss_scale);
   }
+  shares().spend_gradients(use);
   return result;
 }
 
 void Optimizer::prepare_on_device(bool unknown) {
-  follow_engine();
+  follow_layout();
   auto& settings = device_.settings;
   settings.clear();
-  for (const auto& flat : stretches_)
-    for (const auto& share : flat)
+  for (const auto& part : stretches_)
+    for (const auto& share : part)
       for (const auto& stretch : share)
         if (std::find(settings.begin(), settings.end(), stretch.setting) == settings.end())
           settings.push_back(stretch.setting);
 
-  const auto device = engine().flats().front()->parameters().front().device();
+  const auto device = shares().device();
   auto rows = at::empty({2, static_cast<std::int64_t>(settings.size()), static_cast<std::int64_t>(step_numbers)},
                         at::TensorOptions(at::kDouble).pinned_memory(!device.is_cpu()));
   auto* next = rows.data_ptr<double>();
@@ -251,11 +288,13 @@ void Optimizer::prepare_on_device(bool unknown) {
 at::Tensor Optimizer::step_on_device(const StepOptions& options, const at::Tensor& loss) {
   require(!options.scaler && options.skip_non_finite,
           "a step on the device knows no gradient scaler, and changes nothing where gradients are not finite");
-  require(device_.table.defined() && !state_.follow(engine(), steps_), "a step on the device was not prepared");
-  engine().require_gradients();
+  require(device_.table.defined() && !state_.follow(shares(), steps_), "a step on the device was not prepared");
+  for (const auto& part : state_.parts())
+    require(part.flat->options().versions == 1, "a step on the device updates in place, and {} versions are kept",
+            part.flat->options().versions);
+  shares().require_gradients();
   const at::NoGradGuard no_grad;
-  Engine* const alone = &engine();
-  const auto norm = look_at_gradients({&alone, 1}, options, {}).sqrt_();
+  const auto norm = look_at_gradients(options).sqrt_();
   const auto finite = at::isfinite(norm).logical_and_(at::isfinite(loss).reshape(norm.sizes()));
   const auto issued = [this](at::Tensor numbers, at::Tensor scale) {
     device_.numbers = std::move(numbers);
@@ -271,7 +310,7 @@ at::Tensor Optimizer::step_on_device(const StepOptions& options, const at::Tenso
     throw;
   }
   issued({}, {});
-  engine().spend_gradients();
+  shares().spend_gradients();
   return norm;
 }
 
@@ -289,8 +328,8 @@ std::vector<std::string> sgd_state(double momentum) {
 
 }  // namespace
 
-Adam::Adam(Engine& engine, const AdamOptions& options, bool decoupled)
-    : Optimizer(engine, {options.lr, options.weight_decay, options.rules}, adam_state(options.amsgrad)),
+Adam::Adam(Shares& shares, const AdamOptions& options, bool decoupled)
+    : Optimizer(shares, {options.lr, options.weight_decay, options.rules}, adam_state(options.amsgrad)),
       options_(options),
       decoupled_(decoupled) {
   require(options.beta1 >= 0 && options.beta1 < 1 && options.beta2 >= 0 && options.beta2 < 1,
@@ -328,8 +367,8 @@ void Adam::update(std::span<const Range> ranges) {
   adam_(buffers, steps);
 }
 
-Sgd::Sgd(Engine& engine, const SgdOptions& options)
-    : Optimizer(engine, {options.lr, options.weight_decay, options.rules}, sgd_state(options.momentum)), options_(options) {
+Sgd::Sgd(Shares& shares, const SgdOptions& options)
+    : Optimizer(shares, {options.lr, options.weight_decay, options.rules}, sgd_state(options.momentum)), options_(options) {
   require(!options.nesterov || (options.momentum > 0 && options.dampening == 0),
           "nesterov needs a momentum (it is {}) and no dampening (it is {})", options.momentum, options.dampening);
 }

@@ -10,16 +10,14 @@
 #include <ATen/core/Tensor.h>
 
 #include "bonfire/base/api.h"
-#include "bonfire/comm/group.h"
 #include "bonfire/kernels/optimizer.h"
 #include "bonfire/optim/conveyor.h"
 #include "bonfire/optim/share_state.h"
-#include "bonfire/shard/engine_ref.h"
+#include "bonfire/shard/shares.h"
+#include "bonfire/shard/slices.h"
 
 namespace bonfire {
 
-class Engine;
-class FlatParameter;
 class GradScaler;
 
 // What some parameters get in place of the optimizer's own values. The first rule that matches a parameter decides.
@@ -45,39 +43,40 @@ struct StepResult {
   bool skipped = false;
 };
 
-// Other parts of the same model, whose gradients count in its norm.
-struct ModelParts {
-  Group ranks{};  // that hold them, each this one's peer: those along a pipeline
-  // Whether a buffer is a copy of another part's, whose gradient counts there.
-  std::function<bool(const Engine& engine, const FlatParameter& flat)> is_copy{};
-};
-
-// Updates the flat parameters of an engine: of each, the share that is this rank's own. Where masters lie on the host the
-// update is done there, on all cores, while gradients come from the device and new values go back.
-class BONFIRE_API Optimizer {
+// Updates the parameters of an Engine, or of all stages of a Pipeline: of each, the share that is this rank's own. Where
+// masters lie on the host the update is done there, on all cores, while gradients come from the device and new values go
+// back. For an optimizer of your own, write update().
+class BONFIRE_API Optimizer : public Sliced {
  public:
-  virtual ~Optimizer() = default;
+  ~Optimizer() override = default;
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
   // Uses the gradients, then declares them spent. All ranks decide alike, since the norm is of all ranks' shares.
-  // Collective where shares are divided: the norm, where somebody asked, and the new values where others hold copies.
+  // Of a pipeline, all stages are updated: one norm, one decision.
+  // Collective where shares are divided or on other stages: the norm, where somebody asked, and the new values where others
+  // hold copies.
   StepResult step(const StepOptions& options = {});
-  // The same for optimizers of several parts of one model: one norm, one decision. Collective over `parts.ranks` as well.
-  static StepResult step_together(std::span<Optimizer* const> optimizers, const StepOptions& options,
-                                  const ModelParts& parts);
 
   // --- A step that the device decides alone, so that it can be captured once and done again and again.
   // The same work as `step` with skip_non_finite, without the host: returns the norm, one fp64 element on the device.
   // Nothing changes where that or `loss`, one element, is not finite. Learning rate and number of the step are read from
-  // memory on the device that prepare_on_device writes. REQUIRES: prepare_on_device was called since the engine's layout
-  // last changed. Collective.
+  // memory on the device that prepare_on_device writes. REQUIRES: prepare_on_device was called since the layout last
+  // changed. Collective.
   at::Tensor step_on_device(const StepOptions& options, const at::Tensor& loss);
   // Stream: what comes after it and was made by step_on_device is the step that comes next. `unknown`: the device may not
   // have done the step before, or done it without changing anything; told_by_device has not been called for it.
   void prepare_on_device(bool unknown);
   // Whether a step of the device, the oldest that was not told yet, has changed something.
   void told_by_device(bool changed) { steps_ += changed ? 1 : 0; }
+
+  // The state of every trained parameter by its path: what the optimizer remembers ("exp_avg", ...), and how many steps were
+  // taken with it ("step"); and the steps of the optimizer ("steps").
+  std::vector<Slice> slices() override;
+  void slices_written() override;
+
+  // From now on the parameters that it matches have its settings, whatever rules there are already.
+  void add_rule(ParameterRule rule);
 
   double lr() const { return lr_; }
   void set_lr(double lr) { lr_ = lr; }
@@ -89,10 +88,12 @@ class BONFIRE_API Optimizer {
  protected:
   // One pass of an update: a part of a share whose segments have one setting.
   struct Range {
-    at::Tensor master, gradient, low_precision;
-    std::vector<at::Tensor> state;  // in the order of state_names
-    double lr = 0, weight_decay = 0, gradient_scale = 1;
-    std::int64_t step = 1;  // of these parameters: 1 for their first
+    at::Tensor master, gradient;    // 1-D, of one length; the gradient may be of another dtype
+    at::Tensor low_precision;       // where forward reads a rounded copy: the master's new values go here as well
+    std::vector<at::Tensor> state;  // in the order of state_names; zeros at first
+    double lr = 0, weight_decay = 0;
+    double gradient_scale = 1;  // what the gradient is multiplied with before it is used: clipping, a loss scale
+    std::int64_t step = 1;      // of these parameters: 1 for their first
     // Where the device decides: what multiplies gradient_scale (not a number: no change), and `numbers` instead of all
     // above.
     at::Tensor scale_on_device{}, numbers_on_device{};
@@ -104,15 +105,16 @@ class BONFIRE_API Optimizer {
     std::vector<ParameterRule> rules{};
   };
 
-  Optimizer(Engine& engine, Common common, std::vector<std::string> state_names);
+  Optimizer(Shares& shares, Common common, std::vector<std::string> state_names);
 
-  // Stream: the current one.
+  // `state_names`: of the tensors that it remembers for each element. Stream: the current one.
   virtual void update(std::span<const Range> ranges) = 0;
-  // What it multiplies with.
-  virtual StepNumbers numbers(const Range& range) const = 0;
+  // What a step of the device multiplies with; throws unless it was written, like update() by kernels that take
+  // Range::numbers_on_device.
+  virtual StepNumbers numbers(const Range& range) const;
 
  private:
-  Engine& engine() const { return engine_.get(); }
+  Shares& shares() const { return shares_.get(); }
 
   // A stretch of a share, in elements of the share, whose segments share their settings.
   struct Setting {
@@ -124,10 +126,12 @@ class BONFIRE_API Optimizer {
     std::int64_t begin = 0, length = 0;
     Setting setting{};
   };
-  Setting setting_of(const std::string& name, const at::Tensor& parameter) const;
-  std::vector<Stretch> stretches_of(std::size_t flat, std::size_t share) const;
-  void follow_engine();
-  void add_ranges(std::size_t flat, double gradient_scale, std::vector<Range>& ranges) const;
+  Setting setting_of(int stage, const plan::Segment& segment, const at::Tensor& parameter) const;
+  std::vector<Stretch> stretches_of(std::size_t part, std::size_t share) const;
+  void follow_layout();
+  void set_steps(std::int64_t steps);
+  at::Tensor look_at_gradients(const StepOptions& options);
+  void add_ranges(std::size_t part, double gradient_scale, std::vector<Range>& ranges) const;
   void update_all(double gradient_scale);
 
   // What steps of the device read.
@@ -138,13 +142,14 @@ class BONFIRE_API Optimizer {
     at::Tensor numbers{}, scale{};    // of the step that is being issued
   };
 
-  EngineRef engine_;
+  SharesRef shares_;
   std::vector<std::string> state_names_;
   double lr_, weight_decay_;
   std::vector<ParameterRule> rules_;
   std::int64_t steps_ = 0;
   ShareState state_;
-  std::vector<std::vector<std::vector<Stretch>>> stretches_;  // by flat and share
+  bool settings_changed_ = false;                             // since stretches were measured
+  std::vector<std::vector<std::vector<Stretch>>> stretches_;  // by part and share
   Conveyor conveyor_;
   OnDevice device_;
 };
@@ -163,10 +168,10 @@ struct AdamOptions {
 // Adam as published: weight decay is added to the gradient.
 class BONFIRE_API Adam : public Optimizer {
  public:
-  Adam(Engine& engine, const AdamOptions& options = {}) : Adam(engine, options, false) {}
+  explicit Adam(Shares& shares, const AdamOptions& options = {}) : Adam(shares, options, false) {}
 
  protected:
-  Adam(Engine& engine, const AdamOptions& options, bool decoupled);
+  Adam(Shares& shares, const AdamOptions& options, bool decoupled);
   void update(std::span<const Range> ranges) override;
   StepNumbers numbers(const Range& range) const override;
 
@@ -180,7 +185,7 @@ class BONFIRE_API Adam : public Optimizer {
 // Adam with decoupled weight decay.
 class BONFIRE_API AdamW : public Adam {
  public:
-  AdamW(Engine& engine, const AdamOptions& options = {.weight_decay = 0.01}) : Adam(engine, options, true) {}
+  explicit AdamW(Shares& shares, const AdamOptions& options = {.weight_decay = 0.01}) : Adam(shares, options, true) {}
 };
 
 struct SgdOptions {
@@ -195,7 +200,7 @@ struct SgdOptions {
 
 class BONFIRE_API Sgd : public Optimizer {
  public:
-  Sgd(Engine& engine, const SgdOptions& options = {});
+  explicit Sgd(Shares& shares, const SgdOptions& options = {});
 
  protected:
   void update(std::span<const Range> ranges) override;

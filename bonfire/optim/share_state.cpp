@@ -5,7 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
-#include "bonfire/shard/engine.h"
+#include "bonfire/shard/shares.h"
 
 namespace bonfire {
 namespace {
@@ -31,34 +31,35 @@ bool alike(const plan::FlatLayout& a, std::size_t region_a, const plan::FlatLayo
 
 }  // namespace
 
-bool ShareState::follow(const Engine& engine, std::int64_t steps) {
-  if (version_ == engine.layout_version()) return false;
+bool ShareState::follow(const Shares& shares, std::int64_t steps) {
+  if (version_ == shares.layout_version()) return false;
   const at::NoGradGuard no_grad;
-  auto old = std::exchange(flats_, {});
-  take_layout(engine, steps);
+  auto old = std::exchange(parts_, {});
+  take_layout(shares, steps);
   const Places places = trained_places();
   // All ranks see the same layouts, so they carry the same regions in the same order. What has been carried is let go of
   // before the next.
-  for (auto& flat : old)
-    for (auto& share : flat.shares) {
-      if (!move(flat, share, places)) carry(engine, flat, share, places);
+  for (auto& part : old)
+    for (auto& share : part.shares) {
+      if (!move(part, share, places)) carry(shares, part, share, places);
       share.tensors.clear();
     }
-  for (std::size_t flat = 0; flat < flats_.size(); ++flat)
-    for (std::size_t share = 0; share < flats_[flat].shares.size(); ++share) made(engine, flat, share);
-  version_ = engine.layout_version();
+  for (std::size_t part = 0; part < parts_.size(); ++part)
+    for (std::size_t share = 0; share < parts_[part].shares.size(); ++share) made(part, share);
+  version_ = shares.layout_version();
   return true;
 }
 
-void ShareState::take_layout(const Engine& engine, std::int64_t steps) {
-  std::map<std::string, std::int64_t> began;
-  for (const auto& flat : engine.flats()) {
-    auto& state = flats_.emplace_back(OfFlat{.layout = flat->layout(), .shares = {}});
+void ShareState::take_layout(const Shares& shares, std::int64_t steps) {
+  std::map<Key, std::int64_t> began;
+  for (const auto& [flat, stage] : shares.parts()) {
+    auto& part = parts_.emplace_back(OfPart{.flat = flat, .stage = stage, .layout = flat->layout(), .shares = {}});
     for (const auto& share : flat->trained()) {
-      state.shares.push_back({.region = share.region, .share = share.share, .tensors = {}});
-      for (const auto* segment : segments_in(state.layout, share.region)) {
-        const auto known = began_.find(segment->name);
-        began[segment->name] = known == began_.end() ? steps : known->second;
+      part.shares.push_back({.region = share.region, .share = share.share, .tensors = {}});
+      for (const auto* segment : segments_in(part.layout, share.region)) {
+        const Key key{stage, segment->name};
+        const auto known = began_.find(key);
+        began[key] = known == began_.end() ? steps : known->second;
       }
     }
   }
@@ -67,59 +68,63 @@ void ShareState::take_layout(const Engine& engine, std::int64_t steps) {
 
 ShareState::Places ShareState::trained_places() const {
   Places places;
-  for (std::size_t flat = 0; flat < flats_.size(); ++flat)
-    for (std::size_t share = 0; share < flats_[flat].shares.size(); ++share)
-      for (std::size_t segment = 0; segment < flats_[flat].layout.segments.size(); ++segment)
-        if (flats_[flat].layout.segments[segment].region == flats_[flat].shares[share].region)
-          places[flats_[flat].layout.segments[segment].name] = {flat, share, segment};
+  for (std::size_t part = 0; part < parts_.size(); ++part) {
+    const auto& [flat, stage, layout, shares] = parts_[part];
+    for (std::size_t share = 0; share < shares.size(); ++share)
+      for (std::size_t segment = 0; segment < layout.segments.size(); ++segment)
+        if (layout.segments[segment].region == shares[share].region)
+          places[{stage, layout.segments[segment].name}] = {part, share, segment};
+  }
   return places;
 }
 
 // A region whose parameters lie as before, though perhaps in another flat parameter, keeps its tensors.
-bool ShareState::move(const OfFlat& flat, OfShare& old, const Places& places) {
-  const auto segments = segments_in(flat.layout, old.region);
-  const auto place = segments.empty() ? places.end() : places.find(segments.front()->name);
+bool ShareState::move(const OfPart& part, OfShare& old, const Places& places) {
+  const auto segments = segments_in(part.layout, old.region);
+  const auto place = segments.empty() ? places.end() : places.find({part.stage, segments.front()->name});
   if (place == places.end()) return false;
-  auto& to = flats_[place->second.flat];
+  auto& to = parts_[place->second.part];
   auto& share = to.shares[place->second.share];
-  if (!alike(flat.layout, old.region, to.layout, share.region)) return false;
+  if (!alike(part.layout, old.region, to.layout, share.region)) return false;
   share.tensors = std::move(old.tensors);
   return true;
 }
 
 // A segment may have been in other ranks' shares than it will be, so the region is put together first.
-void ShareState::carry(const Engine& engine, const OfFlat& flat, OfShare& old, const Places& places) {
-  const int factor = engine.factors().optimizer;
-  const auto device = engine.flats().front()->parameters().front().device();
+void ShareState::carry(const Shares& shares, const OfPart& part, OfShare& old, const Places& places) {
+  const auto division = shares.division();
   for (std::size_t at = 0; at < old.tensors.size(); ++at) {
     // Ranks exchange tensors of their device only, and state may lie on the host.
-    const auto part = old.tensors[at].to(device);
-    const auto whole = whole_region(engine.mesh().group(Axis::shard), part, factor);
-    for (const auto* segment : segments_in(flat.layout, old.region)) {
-      const auto found = places.find(segment->name);
+    const auto whole = whole_region(division.ranks, old.tensors[at].to(shares.device()), division.factor);
+    for (const auto* segment : segments_in(part.layout, old.region)) {
+      const auto found = places.find({part.stage, segment->name});
       if (found == places.end()) continue;
       const auto& place = found->second;
-      const auto& to = flats_[place.flat];
-      put_segment(made(engine, place.flat, place.share)[at], to.shares[place.share].share, to.layout.segments[place.segment],
+      const auto& to = parts_[place.part];
+      put_segment(made(place.part, place.share)[at], to.shares[place.share].share, to.layout.segments[place.segment],
                   whole.narrow(0, segment->offset, segment->elements));
     }
     old.tensors[at].reset();
   }
 }
 
-std::vector<at::Tensor>& ShareState::made(const Engine& engine, std::size_t flat, std::size_t share) {
-  auto& tensors = flats_[flat].shares[share].tensors;
-  const auto& master = engine.flats()[flat]->trained()[share].master;
+std::vector<at::Tensor>& ShareState::made(std::size_t part, std::size_t share) {
+  auto& tensors = parts_[part].shares[share].tensors;
+  const auto& master = parts_[part].flat->trained()[share].master;
   // Pinned where the master is: a copy of it, as for a checkpoint, need not pass through other memory.
   while (tensors.size() < tensors_)
     tensors.push_back(at::zeros({master.numel()}, master.options().pinned_memory(master.is_pinned())));
   return tensors;
 }
 
+void ShareState::delay(std::int64_t steps) {
+  for (auto& [parameter, began] : began_) began += steps;
+}
+
 std::int64_t ShareState::bytes() const {
   std::int64_t bytes = 0;
-  for (const auto& flat : flats_)
-    for (const auto& share : flat.shares)
+  for (const auto& part : parts_)
+    for (const auto& share : part.shares)
       for (const auto& tensor : share.tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
   return bytes;
 }

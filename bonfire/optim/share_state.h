@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -13,11 +14,11 @@
 
 namespace bonfire {
 
-class Engine;
+class Shares;
 
-// What an optimizer remembers of its parameters, on this rank: for each trained share of an engine some tensors as long as
+// What an optimizer remembers of its parameters, on this rank: for each trained share some tensors as long as
 // its master, beside it and of its type. They start at zero, are made when they are first needed, and follow their
-// parameters when the engine lays these out anew.
+// parameters when these are laid out anew.
 class BONFIRE_API ShareState {
  public:
   struct OfShare {
@@ -25,37 +26,43 @@ class BONFIRE_API ShareState {
     Share share{};
     std::vector<at::Tensor> tensors;
   };
-  struct OfFlat {
+  struct OfPart {
+    FlatParameter* flat = nullptr;  // valid while the layout is
+    int stage = 0;
     plan::FlatLayout layout;
     std::vector<OfShare> shares;  // as FlatParameter::trained()
   };
 
   explicit ShareState(std::size_t tensors) : tensors_(tensors) {}
 
-  // Takes on the engine's layout; `steps` have been taken with the old one. Parameters that are no longer trained are
-  // forgotten. False where nothing has changed. Collective, where a share has changed its parameters.
-  bool follow(const Engine& engine, std::int64_t steps);
+  // Takes on the layout that the shares have now; `steps` have been taken with the old one. Parameters that are no longer
+  // trained are forgotten. False where nothing has changed. Collective, where a share has changed its parameters.
+  bool follow(const Shares& shares, std::int64_t steps);
 
-  const std::vector<OfFlat>& flats() const { return flats_; }
+  const std::vector<OfPart>& parts() const { return parts_; }  // as Shares::parts()
   // Steps that had been taken when this parameter began to be trained.
-  std::int64_t began(const std::string& parameter) const { return began_.at(parameter); }
+  std::int64_t began(int stage, const std::string& parameter) const { return began_.at({stage, parameter}); }
+  void set_began(int stage, const std::string& parameter, std::int64_t steps) { began_.at({stage, parameter}) = steps; }
+  // All began so many steps later.
+  void delay(std::int64_t steps);
   std::int64_t bytes() const;
 
  private:
+  using Key = std::pair<int, std::string>;  // stage and name
   struct Place {
-    std::size_t flat = 0, share = 0, segment = 0;
+    std::size_t part = 0, share = 0, segment = 0;
   };
-  using Places = std::map<std::string, Place>;
-  void take_layout(const Engine& engine, std::int64_t steps);
+  using Places = std::map<Key, Place>;
+  void take_layout(const Shares& shares, std::int64_t steps);
   Places trained_places() const;
-  bool move(const OfFlat& flat, OfShare& old, const Places& places);
-  void carry(const Engine& engine, const OfFlat& flat, OfShare& old, const Places& places);
-  std::vector<at::Tensor>& made(const Engine& engine, std::size_t flat, std::size_t share);
+  bool move(const OfPart& part, OfShare& old, const Places& places);
+  void carry(const Shares& shares, const OfPart& part, OfShare& old, const Places& places);
+  std::vector<at::Tensor>& made(std::size_t part, std::size_t share);
 
   std::size_t tensors_;
   std::int64_t version_ = -1;
-  std::vector<OfFlat> flats_;
-  std::map<std::string, std::int64_t> began_;
+  std::vector<OfPart> parts_;
+  std::map<Key, std::int64_t> began_;
 };
 
 }  // namespace bonfire

@@ -6,7 +6,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/size.h"
-#include "bonfire/shard/side_stream.h"
+#include "bonfire/comm/side_stream.h"
 
 namespace bonfire {
 namespace {

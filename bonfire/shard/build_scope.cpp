@@ -9,6 +9,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/comm/group_state.h"
 #include "bonfire/nn/sequential.h"
+#include "bonfire/shard/parameter_layout.h"
 
 namespace bonfire {
 namespace {
@@ -49,10 +50,12 @@ std::optional<std::size_t> PreparedUnit::segment(const at::Tensor& parameter) co
   return std::nullopt;
 }
 
-Build::Build(const Mesh& mesh, const ShardOptions& options, InitUnit init)
-    : settings_(mesh, options), init_(std::move(init)), observing_(*this) {
+Build::Build(const DataGroups& groups, const ShardOptions& options, InitUnit init)
+    : settings_(groups, options), init_(std::move(init)), observing_(*this) {
   const auto& wrapping = options.wrapping;
   if (!settings_.comes_and_goes()) return;
+  if (options.unit)
+    fail_config("a build scope does not know the paths of Units that ShardOptions::unit asks for; allowed: one of the two");
   if (wrapping.predicate || wrapping.ignored || !wrapping.ignored_modules.empty() || !wrapping.ignored_parameters.empty())
     fail_config(
         "a build scope does not know the paths of Units that a wrapping's predicate or ignored modules ask for; "
@@ -65,7 +68,7 @@ void Build::constructed(UnitSeam& unit) {
   each_unit_inside(unit.module(), [this](UnitSeam& inner) { initialize(inner, /*again=*/true); });
   initialize(unit, /*again=*/false);
   // Later it could not be moved any more.
-  if (const auto device = settings_.mesh.group(Axis::data).state().device; !device.is_cpu()) unit.module().to(device);
+  if (const auto device = settings_.groups.all.state().device; !device.is_cpu()) unit.module().to(device);
   each_unit_inside(unit.module(), [this](UnitSeam& inner) { prepare(inner); });
   prepare(unit);
 }
@@ -108,25 +111,29 @@ void Build::prepare(UnitSeam& unit) {
     owner = unit.type_name();
   }
 
-  const Group& all = settings_.mesh.group(Axis::data);
+  const Group& all = settings_.groups.all;
   if (settings_.options.start == Start::broadcast)
     broadcast_values(all, tensors);
   else
     require_same_values(all, tensors);
 
+  std::vector<NamedTensor> unsplit;
+  for (const auto& one : tensors)
+    if (!settings_.placement(one.name, one.tensor).split()) unsplit.push_back(one);
+  require_same_values(settings_.groups.splits, unsplit);
+
   PreparedUnit prepared;
   plan::ParameterGroup group{unit.type_name(), {}};
   for (const auto& [name, tensor] : tensors) {
-    const auto scales = tensor.requires_grad() ? settings_.scales(name, tensor) : 0;
-    const auto compute = plan_dtype(settings_.compute_type(name, tensor, tensor.scalar_type()));
-    prepared.own.push_back(tensor.scalar_type());
-    group.parameters.push_back({.name = name,
-                                .elements = tensor.numel(),
-                                .shape = tensor.sizes().vec(),
-                                .trained = tensor.requires_grad(),
-                                .compute = scales > 0 ? plan::Dtype::fp8 : compute,
-                                .master = plan_dtype(tensor.scalar_type()),
-                                .scales = scales});
+    const LaidParameter parameter{.name = name,
+                                  .tensor = tensor,
+                                  .master = tensor.scalar_type(),
+                                  .compute = settings_.compute_type(name, tensor, tensor.scalar_type()),
+                                  .trained = tensor.requires_grad(),
+                                  .scales = tensor.requires_grad() ? settings_.scales(name, tensor) : 0,
+                                  .placement = settings_.placement(name, tensor)};
+    prepared.own.push_back(parameter.master);
+    group.parameters.push_back(parameter.size());
   }
   auto layout = plan::bucket({group}, settings_.buckets(prepared.own.front())).front();
   // In the order of the segments.

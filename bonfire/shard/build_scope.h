@@ -43,11 +43,11 @@ using InitUnit = std::function<void(const BuiltUnit& unit)>;
 //   build.reset();
 //   auto engine = bonfire::shard(mesh, model, options);
 //
-// Names that options ask about (Precision::keep) are those inside the Unit. Collective: all ranks build the same Units in
-// the same order.
+// Names that options ask about (Precision::keep, placement) are those inside the Unit. Collective: all ranks build the same
+// Units in the same order.
 class BONFIRE_API Build final : private UnitObserver {
  public:
-  Build(const Mesh& mesh, const ShardOptions& options, InitUnit init = {});
+  Build(const DataGroups& groups, const ShardOptions& options, InitUnit init = {});
 
  private:
   void constructed(UnitSeam& unit) override;

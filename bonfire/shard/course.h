@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <vector>
 
 #include "bonfire/base/api.h"
@@ -13,6 +14,7 @@ struct Course {
   struct Entry {
     std::size_t unit = 0;
     int uses = 1;            // how many runs of the Unit, forward or backward, one gather serves
+    int behind = 0;          // which version of its values: see FlatParameter::Source
     bool from_kept = false;  // comes after a stay in forward: what was kept between is gathered, if anything was
     bool operator==(const Entry&) const = default;
   };
@@ -22,7 +24,7 @@ struct Course {
 // Writes down what a pass without a course did.
 class BONFIRE_API CourseNotes {
  public:
-  void gathered(std::size_t unit);
+  void gathered(std::size_t unit, int behind = 0);
   void used(std::size_t unit);
   // `forward`: backward has yet to come.
   void released(std::size_t unit, bool forward);
@@ -35,8 +37,10 @@ class BONFIRE_API CourseNotes {
   struct Note {
     What what;
     std::size_t unit;
+    int behind;  // of what is gathered, or was
   };
   std::vector<Note> notes_;
+  std::map<std::size_t, int> behind_;  // of Units, when they were gathered last
 };
 
 }  // namespace bonfire

@@ -8,11 +8,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/ranges.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/size.h"
-#include "bonfire/kernels/scaled_weight.h"
 #include "bonfire/shard/freed_storage.h"
 
 namespace bonfire {
@@ -38,6 +38,7 @@ FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> pa
       options_(options),
       parameters_(std::move(parameters)),
       gradients_(layout_.regions.size()),
+      codec_(layout_, parameters_.empty() ? at::Device(at::kCPU) : parameters_.front().device()),
       written_(parameters_.size()) {
   require(!parameters_.empty() && parameters_.size() == layout_.segments.size(),
           "a flat parameter of {} segments was given {} parameters", layout_.segments.size(), parameters_.size());
@@ -46,14 +47,17 @@ FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> pa
   const auto held_on = options_.shard_device.value_or(device), masters_on = options_.master_device.value_or(device);
   const auto [optimizer, gradients, parts] = options_.factors;
 
-  shard_ = fresh(layout_.bytes / parts, at::kByte, held_on, device);
-  always_present_ = parts == 1 && held_on == device;
+  versions_.push_back(
+      {.generation = options_.first_generation, .shard = fresh(layout_.bytes / parts, at::kByte, held_on, device)});
+  hold(versions_.back().shard);
+  held_whole_ = parts == 1 && held_on == device;
+  always_present_ = held_whole_ && options_.versions == 1;
   storage_ = always_present_ ? shard_.storage()
                              : c10::Storage(c10::Storage::use_byte_size_t(), static_cast<std::size_t>(layout_.bytes),
                                             c10::DataPtr(nullptr, device), nullptr, /*resizable=*/false);
   present_ = always_present_;
+  present_generation_ = options_.first_generation;
   for (const auto& region : layout_.regions) {
-    held_.push_back(shard_.narrow(0, region.begin / parts, region.bytes() / parts).view(scalar_type(region.compute)));
     const auto type = scalar_type(region.compute);
     auto whole = at::empty({0}, at::TensorOptions(type).device(device));
     whole.set_(storage_, region.begin / static_cast<std::int64_t>(c10::elementSize(type)), {region.elements}, {1});
@@ -62,34 +66,29 @@ FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> pa
 
   for (std::size_t at = 0; at < layout_.regions.size() && layout_.regions[at].trained; ++at) {
     const auto& region = layout_.regions[at];
-    const Share mine = share_of(region, optimizer, options_.rank), kept = share_of(region, parts, options_.rank);
-    const auto own = held_[at].narrow(0, mine.begin - kept.begin, mine.length);
+    TrainedShare share{.region = at, .share = share_of(region, optimizer, options_.rank)};
+    const auto own = own_part(share);
     const auto type = scalar_type(region.master);
-    TrainedShare share{.region = at, .share = mine};
-    const bool rounded = region.master != region.compute || masters_on != held_on;
-    share.master = rounded ? fresh(mine.length, type, masters_on, device) : own;
-    if (rounded) (region.compute == plan::Dtype::fp8 ? share.eight_bits : share.low_precision) = own;
+    share.codec = region.codec();
+    // Masters that lie elsewhere have a copy as well, rounded or not.
+    if (share.codec == plan::Codec::same && (masters_on != held_on || options_.versions > 1))
+      share.codec = plan::Codec::rounded;
+    const bool apart = share.codec != plan::Codec::same;
+    share.master = apart ? fresh(share.share.length, type, masters_on, device) : own;
+    if (apart) share.copy = own;
     trained_.push_back(std::move(share));
   }
 
-  const auto magnitudes = at::zeros({layout_.scales()}, at::TensorOptions(at::kFloat).device(device));
   for (std::size_t at = 0; at < parameters_.size(); ++at) {
     const auto& segment = layout_.segments[at];
-    auto values = parameters_[at];
-    if (segment.scales > 0) {
-      const WeightPart all{.elements = values.detach().reshape({-1}), .each = segment.elements / segment.scales};
-      bonfire::note_magnitudes(scales_of(magnitudes, at), all);
-      values = at::empty({segment.elements}, values.options().dtype(at::kFloat8_e4m3fn));
-      bonfire::round_scaled(values, all, scales_of(magnitudes, at));
-    }
-    put_segment(held_[segment.region], share_of(layout_.regions[segment.region], parts, options_.rank), segment, values);
+    put_segment(held_[segment.region], share_of(layout_.regions[segment.region], parts, options_.rank), segment,
+                codec_.begin(at, parameters_[at]));
     for (const auto& share : trained_)
-      if (share.region == segment.region && share.master_apart())
+      if (share.region == segment.region && share.copy.defined())
         put_segment(share.master, share.share, segment, parameters_[at]);
     views_.push_back(regions_[segment.region].narrow(0, segment.offset, segment.elements).view(parameters_[at].sizes()));
     parameters_[at].set_data(views_.back());
   }
-  inverse_scales_ = bonfire::inverse_scales(magnitudes);
 
   // Only now: the memory that the parameters came in has gone.
   for (auto& share : trained_) {
@@ -111,7 +110,11 @@ FlatParameter::FlatParameter(plan::FlatLayout layout, std::vector<at::Tensor> pa
 FlatParameter::~FlatParameter() {
   if (always_present_) return;
   // The pool's memory must not outlive its loan in somebody's tensor.
-  set_freed_message(storage_, fmt::format("{} has no memory: it was sharded by an Engine that is gone", any_of(layout_)));
+  set_freed_message(
+      storage_,
+      fmt::format("{} has no memory: it was sharded by an Engine that is gone; Engine::release() gives a module its "
+                  "whole weights back before",
+                  any_of(layout_)));
   free_memory(storage_);
 }
 
@@ -123,13 +126,40 @@ void FlatParameter::rename(const plan::FlatLayout& layout) {
 void FlatParameter::describe_freed() const {
   set_freed_message(
       storage_, fmt::format("{} was read while its memory is freed: outside of its Unit's forward and backward a sharded "
-                            "parameter can be read, or saved, only inside Engine::full_parameters(); move or convert a "
-                            "model with to() before shard()",
+                            "parameter can be read, or saved, only inside Engine::full_parameters(), or whole on one "
+                            "rank by full_state() and stream_state(), or by Checkpoints; move or convert a model with to() "
+                            "before shard()",
                             any_of(layout_)));
+}
+
+// What is always held of the newest values lies here from now on.
+void FlatParameter::hold(at::Tensor shard) {
+  shard_ = std::move(shard);
+  const int parts = options_.factors.parameters;
+  held_.clear();
+  for (const auto& region : layout_.regions)
+    held_.push_back(shard_.narrow(0, region.begin / parts, region.bytes() / parts).view(scalar_type(region.compute)));
+  for (auto& share : trained_)
+    if (share.copy.defined()) share.copy = own_part(share);
+}
+
+// What is held of the newest values that this rank updates.
+at::Tensor FlatParameter::own_part(const TrainedShare& share) const {
+  const Share kept = share_of(layout_.regions[share.region], options_.factors.parameters, options_.rank);
+  return held_[share.region].narrow(0, share.share.begin - kept.begin, share.share.length);
 }
 
 void FlatParameter::bring_in(BufferPool& pool, const Source& source) {
   if (present_) return;
+  require(source.behind < static_cast<int>(versions_.size()), "'{}' is needed as it was {} updates ago; {} are kept",
+          layout_.segments.front().name, source.behind, versions_.size());
+  present_generation_ = version(source.behind).generation;
+  const auto& held = version(source.behind).shard;
+  if (held_whole_) {
+    give_memory(storage_, held.mutable_data_ptr());
+    present_ = true;
+    return;
+  }
   require(!source.kept || kept_, "'{}' is to be gathered from what was kept of it, and nothing was",
           layout_.segments.front().name);
   memory_ = pool.borrow(layout_.bytes, source.place);
@@ -138,19 +168,20 @@ void FlatParameter::bring_in(BufferPool& pool, const Source& source) {
   if (source.kept) gathering_ = std::exchange(kept_, nullptr);
   const auto gather = [&] {
     gather_ = gather_into(memory_->bytes(layout_.bytes), source.group,
-                          source.kept ? gathering_->bytes(layout_.bytes / source.group.size()) : shard_);
+                          source.kept ? gathering_->bytes(layout_.bytes / source.group.size()) : held);
   };
-  if (!source.beside || shard_.device() == storage_.device()) return gather();
+  if (!source.beside || held.device() == storage_.device()) return gather();
   source.beside->run(gather);
   copied_ = source.beside->end();
 }
 
 void FlatParameter::take_part(BufferPool& pool, const Source& source) {
-  if (always_present_) return;
+  if (held_whole_) return;
   await();
   const auto scratch = pool.borrow(layout_.bytes);
   const auto part = source.kept ? part_among(pool, source.group) : nullptr;
-  gather_into(scratch->bytes(layout_.bytes), source.group, part ? part->bytes(layout_.bytes / source.group.size()) : shard_)
+  gather_into(scratch->bytes(layout_.bytes), source.group,
+              part ? part->bytes(layout_.bytes / source.group.size()) : version(source.behind).shard)
       .wait();
 }
 
@@ -210,58 +241,18 @@ Work FlatParameter::refresh(const Group& shard) {
   const at::NoGradGuard no_grad;
   std::vector<Transfer> transfers;
   for (const auto& share : trained_) {
-    const auto& whole = share.eight_bits.defined() ? regions_[share.region].view(at::kByte) : regions_[share.region];
-    transfers.push_back({whole, whole.narrow(0, share.share.begin, share.share.length)});
+    // What is held is the whole. As bytes: not every backend knows eight-bit numbers.
+    const auto whole = held_[share.region].view(at::kByte);
+    const auto each = plan::bytes_of(layout_.regions[share.region].compute);
+    transfers.push_back({whole, whole.narrow(0, share.share.begin * each, share.share.length * each)});
   }
   return shard.all_gather(transfers);
-}
-
-at::Tensor FlatParameter::scales_of(const at::Tensor& all, std::size_t segment) const {
-  std::int64_t begin = 0;
-  for (std::size_t at = 0; at < segment; ++at) begin += round_up(layout_.segments[at].scales, plan::scale_alignment);
-  return all.narrow(0, begin, layout_.segments[segment].scales);
-}
-
-at::Tensor FlatParameter::inverse_scales(std::size_t segment) const {
-  return layout_.segments[segment].scales > 0 ? scales_of(inverse_scales_, segment) : at::Tensor();
-}
-
-// Calls `body(segment, part of the master, its place in eight bits)` for what this rank updates of segments with scales.
-template <class Body>
-void FlatParameter::for_each_scaled_part(const Body& body) const {
-  for (std::size_t at = 0; at < layout_.segments.size(); ++at) {
-    const auto& segment = layout_.segments[at];
-    for (const auto& share : trained_) {
-      const auto begin = std::max(share.share.begin, segment.offset);
-      const auto end = std::min(share.share.begin + share.share.length, segment.offset + segment.elements);
-      if (share.region != segment.region || segment.scales == 0 || begin >= end) continue;
-      const auto own = [&](const at::Tensor& of) { return of.narrow(0, begin - share.share.begin, end - begin); };
-      body(at,
-           WeightPart{
-               .elements = own(share.master), .first = begin - segment.offset, .each = segment.elements / segment.scales},
-           own(share.eight_bits));
-    }
-  }
-}
-
-void FlatParameter::note_magnitudes(const at::Tensor& magnitudes) const {
-  for_each_scaled_part([&](std::size_t segment, const WeightPart& part, const at::Tensor&) {
-    bonfire::note_magnitudes(scales_of(magnitudes, segment), part);
-  });
-}
-
-void FlatParameter::round_scaled(const at::Tensor& magnitudes) {
-  // In place: layers hold views of it.
-  inverse_scales_.copy_(bonfire::inverse_scales(magnitudes));
-  for_each_scaled_part([&](std::size_t segment, const WeightPart& part, const at::Tensor& out) {
-    bonfire::round_scaled(out, part, scales_of(magnitudes, segment));
-  });
 }
 
 void FlatParameter::take_values() {
   const at::NoGradGuard no_grad;
   for (auto& share : trained_) {
-    if (!share.low_precision.defined()) continue;
+    if (!share.low_precision().defined()) continue;
     const auto now = regions_[share.region].narrow(0, share.share.begin, share.share.length);
     // What forward reads may lie in this very memory, so what it was before is told by the master. Where nothing was changed
     // that keeps what rounding had taken away.
@@ -276,8 +267,46 @@ void FlatParameter::take_values() {
   values_changed();
 }
 
+int FlatParameter::behind(std::int64_t generation) const {
+  const auto found = std::find_if(versions_.rbegin(), versions_.rend(),
+                                  [&](const Version& version) { return version.generation == generation; });
+  return static_cast<int>(found - versions_.rbegin());
+}
+
+at::Tensor FlatParameter::to_agree_on() const { return codec_.to_agree_on(trained_); }
+void FlatParameter::encode(const at::Tensor& agreed) { codec_.encode(agreed, trained_); }
+
+void FlatParameter::begin_update() {
+  if (options_.versions == 1) return;
+  require(!present_, "an update of '{}' while it is in use: inside of Engine::full_parameters(), or of its Unit's forward",
+          layout_.segments.front().name);
+  const at::NoGradGuard no_grad;
+  Version next{.generation = generation() + 1};
+  if (versions_.size() < static_cast<std::size_t>(options_.versions)) {
+    next.shard = fresh(shard_.numel(), at::kByte, shard_.device(), storage_.device());
+  } else {
+    next.shard = versions_.front().shard;
+    versions_.erase(versions_.begin());
+    // The host must not write what is still being copied to the device.
+    if (next.shard.is_cpu() && !storage_.device().is_cpu())
+      c10::impl::VirtualGuardImpl(storage_.device().type()).synchronizeDevice(storage_.device().index());
+  }
+  // An update leaves some of it alone: what is frozen.
+  next.shard.copy_(shard_);
+  versions_.push_back(next);
+  hold(next.shard);
+}
+
+void FlatParameter::end_update() {
+  if (options_.versions == 1) values_changed();
+}
+
 void FlatParameter::values_changed() {
-  ++generation_;
+  if (present_generation_ == generation()) ++present_generation_;
+  ++versions_.back().generation;
+  // Graphs of older versions are still right; those of the one that was changed are known by its number.
+  if (options_.versions > 1) return;
+  ++told_autograd_;
   for (const auto& parameter : parameters_) parameter.unsafeGetTensorImpl()->bump_version();
 }
 

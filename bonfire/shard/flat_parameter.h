@@ -10,11 +10,12 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/comm/group.h"
+#include "bonfire/comm/side_stream.h"
 #include "bonfire/plan/layout.h"
 #include "bonfire/plan/sharding.h"
 #include "bonfire/shard/buffer_pool.h"
+#include "bonfire/shard/scaled_codec.h"
 #include "bonfire/shard/share.h"
-#include "bonfire/shard/side_stream.h"
 
 namespace bonfire {
 
@@ -28,18 +29,10 @@ struct FlatOptions {
   std::optional<at::ScalarType> travelling{};
   // Where the share that is always held lies, and where masters do: the parameters' own device, or the host.
   std::optional<at::Device> shard_device{}, master_device{};
-};
-
-// This rank's share of one trained region, as an optimizer sees it: 1-D tensors of one length.
-struct TrainedShare {
-  std::size_t region = 0;
-  Share share{};
-  at::Tensor master;
-  at::Tensor gradient;
-  at::Tensor low_precision;  // what forward reads, where that is a rounded copy of the master; otherwise undefined
-  at::Tensor eight_bits;     // the same where it has scales: the optimizer leaves it to round_scaled
-
-  bool master_apart() const { return low_precision.defined() || eight_bits.defined(); }
+  // How many values of the parameters are kept at once. More than 1: masters lie apart from what forward reads, and an
+  // update leaves what forward has read as it was.
+  int versions = 1;
+  std::int64_t first_generation = 0;
 };
 
 // Several parameters as one padded buffer. The module's own tensors stay what they are to the user (names, shapes,
@@ -70,6 +63,7 @@ class BONFIRE_API FlatParameter {
   struct Source {
     Group group{};
     bool kept = false;
+    int behind = 0;                // which of the versions: how many have come since; 0 is the newest
     std::int64_t place = -1;       // see BufferPool::borrow
     SideStream* beside = nullptr;  // where a share that lies on the host is copied, so that the current stream can go on
   };
@@ -78,14 +72,14 @@ class BONFIRE_API FlatParameter {
   void bring_in(BufferPool& pool, const Source& source);
   // Stream: the current one waits until the gather has ended.
   void await();
-  // The memory goes out. Stream: work of the current stream that reads it may still run; the pool knows.
+  // The memory is given back. Stream: work of the current stream that reads it may still run; the pool knows.
   void let_go();
   // A gather that others need and this rank does not, since it has the whole: into memory that is given back at once.
   void take_part(BufferPool& pool, const Source& source);
   // Between forward and backward only this rank's part among `group` is kept, to gather from it: a smaller group.
   void let_go_to(BufferPool& pool, const Group& group);
   void forget_kept() { kept_.reset(); }
-  // While it is pinned, the memory does not go out.
+  // While it is pinned, the memory stays.
   void pin() { ++pins_; }
   void unpin() { --pins_; }
   bool pinned() const { return pins_ > 0; }
@@ -100,12 +94,12 @@ class BONFIRE_API FlatParameter {
   bool is_refreshed() const { return options_.factors.optimizer != options_.factors.parameters; }
   // The shares take the values that the parameters have now, where these were changed while they were in.
   void take_values();
-  // Parameters in eight bits: how many scales they have, the largest magnitudes of this rank's share of their masters, and,
-  // when the largest of all ranks are known, the share in eight bits. Both are layout().scales() fp32 numbers.
-  void note_magnitudes(const at::Tensor& magnitudes) const;
-  void round_scaled(const at::Tensor& magnitudes);
-  // What the elements of a segment are multiplied by; undefined: it has no scales.
-  at::Tensor inverse_scales(std::size_t segment) const;
+  // After an update: numbers of which all ranks must know the largest before what forward reads can follow the masters;
+  // none where it has followed them already.
+  at::Tensor to_agree_on() const;
+  // What all ranks have agreed on: now it follows. Before refresh().
+  void encode(const at::Tensor& agreed);
+  const ScaledCodec& codec() const { return codec_; }
 
   // --- What the optimizer updates.
   std::vector<TrainedShare>& trained() { return trained_; }
@@ -128,17 +122,34 @@ class BONFIRE_API FlatParameter {
   bool share_written() const { return share_written_; }
   void set_share_written(bool written) { share_written_ = written; }
 
-  // Counts the changes of the values: noted at forward and compared at backward. Autograd counts them too.
-  std::int64_t generation() const { return generation_; }
+  // --- Versions: values of the parameters, each with a number of its own, the newest and what is kept of those before it.
+  // Every change of the values makes a new number: noted at forward and looked for at backward.
+  std::int64_t generation() const { return versions_.back().generation; }
+  bool keeps(std::int64_t generation) const { return behind(generation) < static_cast<int>(versions_.size()); }
+  // How many have come since; as many as there are where it is gone.
+  int behind(std::int64_t generation) const;
+  // Of what forward reads now. REQUIRES: present().
+  std::int64_t present_generation() const { return present_generation_; }
+  // Around an update of the shares: where versions are kept it makes a new one, and otherwise changes the only one.
+  void begin_update();
+  void end_update();
+  // The newest values were changed in place, which no backward through them survives: autograd is told.
   void values_changed();
+  // How often it was.
+  std::int64_t told_autograd() const { return told_autograd_; }
 
   // Names the first parameter whose shape, dtype or storage is no longer what it was made.
   void require_intact() const;
 
  private:
-  template <class Body>
-  void for_each_scaled_part(const Body& body) const;
-  at::Tensor scales_of(const at::Tensor& all, std::size_t segment) const;
+  struct Version {
+    std::int64_t generation = 0;
+    at::Tensor shard;  // bytes of what is always held of it
+  };
+  const Version& version(int behind) const { return versions_[versions_.size() - 1 - static_cast<std::size_t>(behind)]; }
+  void hold(at::Tensor shard);
+  at::Tensor own_part(const TrainedShare& share) const;
+
   Work gather_into(const at::Tensor& whole, const Group& group, const at::Tensor& source);
   std::shared_ptr<PoolBuffer> part_among(BufferPool& pool, const Group& group);
   void describe_freed() const;
@@ -148,19 +159,20 @@ class BONFIRE_API FlatParameter {
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> views_;  // what the parameters were made
   c10::Storage storage_;           // of the whole
-  at::Tensor shard_;               // bytes of what is always held; the whole where nothing is divided
+  std::vector<Version> versions_;  // the newest last
+  at::Tensor shard_;               // bytes of what is always held of the newest; the whole where nothing is divided
   std::vector<at::Tensor> regions_, held_, gradients_;
-  at::Tensor inverse_scales_;  // of all segments that have any
+  ScaledCodec codec_;
   std::vector<TrainedShare> trained_;
   std::vector<char> written_;
-  bool always_present_ = false, keeps_gradients_ = false;  // where nothing is divided
+  bool held_whole_ = false, always_present_ = false, keeps_gradients_ = false;  // where nothing is divided
   bool share_written_ = false, gradients_open_ = false, present_ = false;
   int pins_ = 0;
   std::shared_ptr<PoolBuffer> memory_, gradient_memory_;
   std::shared_ptr<PoolBuffer> kept_, gathering_;  // parts to gather from among fewer ranks; being gathered from
   Work gather_;
   std::optional<c10::Event> copied_;  // of a share that came from the host
-  std::int64_t generation_ = 0;
+  std::int64_t present_generation_ = 0, told_autograd_ = 0;
 };
 
 }  // namespace bonfire

@@ -15,8 +15,9 @@ namespace bonfire {
 // Throws ConfigError for a parameter that is not where the ranks of `group` compute.
 void require_on_device(const Group& group, const std::string& name, const at::Tensor& parameter);
 
-// For parameters that are sharded: warns where all of them are one Unit, although the module has parts that could be marked.
-void warn_of_one_unit(torch::nn::Module& module, const std::vector<ModuleGroup>& groups, const ShardOptions& options);
+// For parameters that are sharded: warns where most of them are the root's, although they lie in parts of it that could be
+// marked.
+void warn_of_unmarked(torch::nn::Module& module, const std::vector<ModuleGroup>& groups, const ShardOptions& options);
 
 // What a program should do whose gradients nobody has used, where ranks hold only their shares of them.
 inline constexpr const char* use_our_optimizers =

@@ -12,7 +12,7 @@ double mean_scale(const Engine& engine, double count) {
   // A rank that has run out of data would not take part.
   require(!engine.options().uneven_inputs,
           "mean_scale with uneven_inputs, which averages over the ranks that still have data; allowed: one of the two");
-  const auto& data = engine.mesh().group(Axis::data);
+  const auto& data = engine.groups().all;
   const double all = data.sum(count);
   return all > 0 ? data.size() / all : 0;
 }

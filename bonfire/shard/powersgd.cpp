@@ -109,6 +109,16 @@ void PowerSgd::end(std::size_t index, FlatParameter& flat) {
   }
 }
 
+std::vector<Reduction::Carried> PowerSgd::carried(std::size_t index, const FlatParameter& flat) {
+  std::vector<Carried> all;
+  if (flat.trained().empty()) return all;
+  for (const auto& matrix : prepare(index, flat).matrices) {
+    all.push_back({.segment = matrix.segment, .name = "powersgd_error", .values = matrix.error, .of_each_rank = true});
+    all.push_back({.segment = matrix.segment, .name = "powersgd_right", .values = matrix.right});
+  }
+  return all;
+}
+
 void PowerSgd::spent(const GradientUse& use) {
   // What is not finite would never leave the error again: after a dropped step everything starts afresh.
   if (!use.applied) return buckets_.clear();

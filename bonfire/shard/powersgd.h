@@ -17,6 +17,7 @@ class PowerSgd final : public Reduction {
   void advance(std::size_t bucket, FlatParameter& flat) override;
   void end(std::size_t bucket, FlatParameter& flat) override;
   void spent(const GradientUse& use) override;
+  std::vector<Carried> carried(std::size_t bucket, const FlatParameter& flat) override;
   void reset() override { buckets_.clear(); }
 
  private:

@@ -7,9 +7,10 @@
 
 namespace bonfire {
 
-void Reducer::begin(Flats& flats, bool last) {
+void Reducer::begin(Flats& flats, bool last, bool in_company) {
   flats_ = &flats;
   last_ = last;
+  in_company_ = in_company || options_.in_company;
   patient_ = true;
   launched_.assign(flats.size(), false);
 }
@@ -29,7 +30,7 @@ void Reducer::make_room() {
 // Others may need something of this rank before they can reduce what it waits for: where ranks run Units in different
 // orders, to wait for each other without end is what must not be.
 bool Reducer::front_will_land() {
-  if (options_.in_company) return true;
+  if (in_company_) return true;
   if (options_.must_go_on && options_.must_go_on()) patient_ = false;
   // There it is the stream that would wait, and with it all that the others need of this rank.
   if (!pool_.device().is_cpu()) return patient_;
@@ -84,7 +85,7 @@ at::Tensor Reducer::on_wire(Flight& flight, const at::Tensor& whole) {
 void Reducer::progress() {
   if (!pool_.device().is_cpu() || !options_.replicated) return;
   // Among one rank everything has arrived.
-  if (options_.in_company && options_.shard.size() > 1) return;
+  if (in_company_ && options_.shard.size() > 1) return;
   for (auto& flight : flights_) {
     if (!flight.landed && !flight.work.done()) break;
     if (!flight.landed) land(flight);

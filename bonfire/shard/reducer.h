@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "bonfire/comm/group.h"
+#include "bonfire/comm/side_stream.h"
 #include "bonfire/shard/engine_memory.h"
 #include "bonfire/shard/flat_parameter.h"
 #include "bonfire/shard/reduction.h"
-#include "bonfire/shard/side_stream.h"
 
 namespace bonfire {
 
@@ -43,8 +43,9 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // A backward begins. `last`: of its step, so that replicas are averaged too.
-  void begin(Flats& flats, bool last);
+  // A backward begins. `last`: of its step, so that replicas are averaged too. `in_company`: as in the options, for this
+  // one.
+  void begin(Flats& flats, bool last, bool in_company = false);
   bool launched(std::size_t bucket) const { return launched_[bucket]; }
   // The memory for whole gradients of a flat parameter. May wait for an earlier reduction: on a GPU the stream does.
   void open(FlatParameter& flat);
@@ -87,7 +88,7 @@ class Reducer {
   std::shared_ptr<Reduction> replicas_;
   ReducerOptions options_;
   Flats* flats_ = nullptr;
-  bool last_ = true, patient_ = true;
+  bool last_ = true, patient_ = true, in_company_ = false;
   std::vector<char> launched_;
   std::deque<Flight> flights_;
 };

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "bonfire/base/api.h"
 #include "bonfire/comm/group.h"
@@ -30,6 +32,15 @@ class BONFIRE_API Reduction {
   virtual void end(std::size_t bucket, FlatParameter& flat) = 0;
   // The step is over. Whoever carries something from one step to the next hears here what to do with it.
   virtual void spent(const GradientUse& use) {}
+  // What is carried from one step to the next, of the parameter of a segment; the same names, in the same order, on all
+  // ranks. Checkpoints keep it. Values are read, and written, between steps.
+  struct Carried {
+    std::size_t segment = 0;
+    std::string name;
+    at::Tensor values{};
+    bool of_each_rank = false;  // each rank has values of its own, which add up; otherwise all have the same
+  };
+  virtual std::vector<Carried> carried(std::size_t bucket, const FlatParameter& flat) { return {}; }
   // The buckets were made anew; what is remembered by bucket is void.
   virtual void reset() {}
 };

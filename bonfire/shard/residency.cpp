@@ -8,7 +8,7 @@
 #include <ATen/ops/full.h>
 
 #include "bonfire/base/error.h"
-#include "bonfire/shard/input_cast.h"
+#include "bonfire/nn/recompute.h"
 
 namespace bonfire {
 
@@ -28,7 +28,6 @@ void Residency::set_units(const std::vector<Home>& homes) {
 void Residency::before_forward(UnitSeam& seam, std::vector<at::Tensor>& inputs) {
   const HostClock::Scope timed(host_);
   const std::size_t unit = index_of(seam);
-  if (options_.debug) check_memory(inputs, units_[unit]);
   begin_pass(at::GradMode::is_enabled());
   ++depth_;
   forwards_.push_back(std::make_shared<Use>(Use{.unit = unit}));
@@ -40,9 +39,13 @@ void Residency::before_forward(UnitSeam& seam, std::vector<at::Tensor>& inputs) 
   }
 }
 
+// Whether a backward may come for the forward that runs. For one that runs again, backward goes through the graph of the
+// first.
+bool Residency::differentiates() { return at::GradMode::is_enabled() && !running_again(); }
+
 void Residency::before(std::size_t unit, std::vector<at::Tensor>& inputs, const std::shared_ptr<Use>& use) {
-  if (options_.inputs) cast_to(*options_.inputs, inputs);
-  if (at::GradMode::is_enabled() && units_[unit].home.flat) {
+  if (running_again()) require_same_values(unit);
+  if (differentiates() && units_[unit].home.flat) {
     const auto given = inputs;
     put_gate(inputs, [weak = weak_from_this(), use] {
       if (const auto self = weak.lock()) self->leave_backward(*use);
@@ -50,11 +53,10 @@ void Residency::before(std::size_t unit, std::vector<at::Tensor>& inputs, const 
     for (std::size_t at = 0; at < given.size(); ++at)
       if (!inputs[at].is_same(given[at])) use->inputs.emplace_back(given[at], inputs[at]);
   }
-  enter(unit, true);
-  if (const auto* flat = units_[unit].home.flat) {
-    flat->require_intact();
-    use->generation = flat->generation();
-  }
+  const auto* flat = units_[unit].home.flat;
+  if (flat) use->generation = flat->generation();
+  enter(*use, true);
+  if (flat) flat->require_intact();
 }
 
 void Residency::after_forward(UnitSeam& seam, std::vector<at::Tensor>& outputs) {
@@ -66,13 +68,11 @@ void Residency::after_forward(UnitSeam& seam, std::vector<at::Tensor>& outputs) 
     throw;
   }
   forwards_.pop_back();
-  if (--depth_ == 0 && pass_ == Pass::evaluation) end_pass();
+  if (--depth_ == 0 && pass_ == Pass::evaluation && options_.ends_evaluations) end_pass();
 }
 
 void Residency::after(std::size_t unit, std::vector<at::Tensor>& outputs, const std::shared_ptr<Use>& use) {
-  if (options_.debug) check_memory(outputs, units_[unit]);
-  if (depth_ == 1 && options_.outputs) cast_to(*options_.outputs, outputs);
-  if (units_[unit].home.flat && at::GradMode::is_enabled() && gate_outputs(outputs, use)) {
+  if (units_[unit].home.flat && differentiates() && gate_outputs(outputs, use)) {
     ++units_[unit].outstanding;
     uses_.push_back(use);
     graphs_[unit].push_back(use);
@@ -117,6 +117,17 @@ void Residency::end_forward_early() {
   if (units_[unit].active > 0) leave(unit, true);
 }
 
+// A forward that runs again inside of a recomputed Unit does not say which of its uses it repeats.
+void Residency::require_same_values(std::size_t unit) const {
+  const auto* flat = units_[unit].home.flat;
+  for (const auto& graph : graphs_[unit])
+    if (const auto use = graph.lock(); use && !use->over)
+      require(use->generation == flat->generation(),
+              "Unit '{}' runs again inside of a recomputed Unit, but its parameters have changed since its forward; allowed "
+              "with ShardOptions::versions: recomputed Units that hold no other Units",
+              units_[unit].home.name);
+}
+
 void Residency::begin_pass(bool differentiates) {
   if (pass_ != Pass::none) return;
   if (options_.before_pass) options_.before_pass(differentiates);
@@ -138,6 +149,12 @@ void Residency::begin_backward(bool retain_graph) {
     }
 }
 
+// Units whose inputs need no gradient end with backward.
+void Residency::end_backward() {
+  for (const auto& use : uses_) leave_backward(*use);
+  std::erase_if(uses_, [](const auto& use) { return use->over; });
+}
+
 bool Residency::expects_backward(const FlatParameter& flat) const {
   for (std::size_t at = 0; at < units_.size(); ++at)
     if (units_[at].home.flat == &flat)
@@ -150,11 +167,23 @@ void Residency::forget_courses() {
   for (auto& course : courses_) course.reset();
 }
 
-void Residency::enter(std::size_t unit, bool ahead) {
+void Residency::enter(const Use& use, bool ahead) {
+  const std::size_t unit = use.unit;
   auto& at = units_[unit];
   ++at.active;
   if (!at.home.flat) return;
-  if (!at.home.flat->present()) need(unit);
+  auto& flat = *at.home.flat;
+  if (flat.present() && flat.present_generation() != use.generation) {
+    if (at.active == 1) release(unit, false);
+    require(
+        !flat.present(),
+        "Unit '{}' is needed with different values at once: call Engine::backward for one of the graphs after the other, "
+        "and outside of Engine::full_parameters()",
+        at.home.name);
+  }
+  if (!flat.present()) need(unit, flat.behind(use.generation));
+  require(flat.present_generation() == use.generation, "Unit '{}' was gathered with other values than its forward had",
+          at.home.name);
   std::erase(spares_, unit);
   current_ = std::max(current_, at.entry);
   if (ahead) look_ahead();
@@ -169,7 +198,7 @@ void Residency::leave(std::size_t unit, bool forward) {
   if (at.uses_left > 0) --at.uses_left;
   if (at.active > 0) return;
   const bool backward_comes = at.outstanding > 0;
-  const bool done = following() ? at.uses_left == 0 : !backward_comes || options_.free_after_forward;
+  const bool done = following() ? at.uses_left == 0 : !backward_comes || at.home.free_after_forward;
   if (done) release(unit, forward && backward_comes);
 }
 
@@ -178,12 +207,12 @@ void Residency::enter_backward(const std::shared_ptr<Use>& use) {
   begin_pass(true);
   const auto& at = units_[use->unit];
   require(
-      !at.home.flat || use->generation == at.home.flat->generation(),
+      !at.home.flat || at.home.flat->keeps(use->generation),
       "backward of Unit '{}' comes after its parameters have changed (an optimizer step since its forward?): its gradients "
-      "would be those of other weights",
+      "would be those of other weights; ShardOptions::versions keeps older ones",
       at.home.name);
   use->running_backward = true;
-  enter(use->unit, options_.prefetch_before_reduction);
+  enter(*use, options_.prefetch_before_reduction);
 }
 
 void Residency::leave_backward(Use& use) {
@@ -225,7 +254,7 @@ void Residency::look_ahead() {
   const auto& entries = course_->entries;
   while (next_ < entries.size() && static_cast<std::ptrdiff_t>(next_) <= current_ + options_.prefetch) {
     if (units_[entries[next_].unit].home.flat->present()) return;
-    notes_.gathered(entries[next_].unit);
+    notes_.gathered(entries[next_].unit, entries[next_].behind);
     issue_next();
   }
 }
@@ -241,7 +270,8 @@ void Residency::issue_next() {
   const FlatParameter::Source source{
       .group = kept ? *options_.kept : options_.gathers,
       .kept = kept,
-      .place = static_cast<std::int64_t>(pass_) * places_of_a_pass + static_cast<std::int64_t>(entry),
+      .behind = what.behind,
+      .place = options_.first_place + static_cast<std::int64_t>(pass_) * places_of_a_pass + static_cast<std::int64_t>(entry),
       .beside = &from_host_};
   if (flat.present()) {
     flat.take_part(pool_, source);
@@ -294,38 +324,43 @@ void Residency::before_update() {
   clear_pass();
 }
 
-void Residency::need(std::size_t unit) {
+void Residency::need(std::size_t unit, int behind) {
   if (following()) {
     const auto& entries = course_->entries;
     std::size_t turn = next_;
-    while (turn < entries.size() && entries[turn].unit != unit) ++turn;
+    while (turn < entries.size() && (entries[turn].unit != unit || entries[turn].behind != behind)) ++turn;
     if (turn < entries.size()) {
       warn_of_order(unit, entries[next_].unit);
       while (next_ <= turn) {
-        notes_.gathered(entries[next_].unit);
+        // Other values of the same Unit, for a use that this pass does not have, would be in the way.
+        if (next_ < turn && entries[next_].unit == unit) {
+          pass_by_next();
+          continue;
+        }
+        notes_.gathered(entries[next_].unit, entries[next_].behind);
         issue_next();
       }
       return;
     }
-    if (!std::exchange(warned_of_more_, true) && options_.gathers.rank() == 0)
+    // That an older version is needed says nothing of the order of Units.
+    if (behind == 0 && !std::exchange(warned_of_more_, true) && options_.gathers.rank() == 0)
       options_.log.warning(
-          "Unit '{}' is needed once more than in the order of the first step; the ranks agree on a new one. Where not all "
-          "of "
-          "them need more, set negotiate_order",
+          "Unit '{}' ran more often than in the first step; the ranks agree on a new order. If it is not so on all of them, "
+          "set negotiate_order",
           units_[unit].home.name);
     // Whatever each rank has done so far, they begin to agree at the same place.
     while (next_ < entries.size()) pass_by_next();
     negotiating_ = true;
   }
-  negotiate(static_cast<std::ptrdiff_t>(unit));
+  negotiate(static_cast<std::ptrdiff_t>(unit + static_cast<std::size_t>(behind) * units_.size()));
 }
 
 // Ranks cannot know, without a word, whether the others run another order as well: each speaks for itself.
 void Residency::warn_of_order(std::size_t needed, std::size_t turn) {
   if (needed == turn || std::exchange(warned_of_order_, true)) return;
   options_.log.warning(
-      "rank {} needs Unit '{}' where the order of the first step has '{}'; Units are gathered in that order all the same, "
-      "which costs time and memory, here and wherever other ranks keep to it",
+      "rank {} runs Unit '{}' where the first step ran '{}'; all-gathers keep the first step's order; this costs time and "
+      "memory on all ranks",
       options_.gathers.world_ranks()[static_cast<std::size_t>(options_.gathers.rank())], units_[needed].home.name,
       units_[turn].home.name);
 }
@@ -340,10 +375,10 @@ std::vector<std::int64_t> Residency::everyones(std::int64_t mine) const {
   return {said.const_data_ptr<std::int64_t>(), said.const_data_ptr<std::int64_t>() + said.numel()};
 }
 
-// Collective: all ranks say what they need next (-1: nothing in this pass any more) and gather what the first of them needs,
-// until this rank has what it wants, or nobody wants anything.
+// Collective: all ranks say what they need next (the Unit's number, and as many times all Units as its values are behind;
+// -1: nothing in this pass any more) and gather what the first of them needs, until this rank has what it wants, or nobody
+// wants anything.
 void Residency::negotiate(std::ptrdiff_t wanted) {
-  const FlatParameter::Source source{.group = options_.gathers};
   while (true) {
     const auto wants = everyones(wanted);
     const auto first = std::find_if(wants.begin(), wants.end(), [](std::int64_t want) { return want >= 0; });
@@ -353,7 +388,7 @@ void Residency::negotiate(std::ptrdiff_t wanted) {
         std::find_if(wants.begin(), wants.end(), [&](std::int64_t want) { return want >= 0 && want != *first; });
     if (other != wants.end()) disagreed_ = true;
     if (disagreed_ && !options_.negotiate && !std::exchange(warned_of_disagreement_, true) && options_.gathers.rank() == 0) {
-      const auto name = [&](std::int64_t want) { return units_[static_cast<std::size_t>(want)].home.name; };
+      const auto name = [&](std::int64_t want) { return units_[static_cast<std::size_t>(want) % units_.size()].home.name; };
       const auto rank = [&](const auto& want) {
         return options_.gathers.world_ranks()[static_cast<std::size_t>(want - wants.begin())];
       };
@@ -362,9 +397,16 @@ void Residency::negotiate(std::ptrdiff_t wanted) {
           "the order of the ranks",
           name(*first), rank(first), name(*other), rank(other));
     }
-    const auto unit = static_cast<std::size_t>(*first);
+    const auto unit = static_cast<std::size_t>(*first) % units_.size();
+    const FlatParameter::Source source{.group = options_.gathers,
+                                       .behind = static_cast<int>(static_cast<std::size_t>(*first) / units_.size())};
     auto& flat = *units_[unit].home.flat;
-    notes_.gathered(unit);
+    notes_.gathered(unit, source.behind);
+    if (flat.present() && *first == wanted) {
+      // With other values, which came for another rank.
+      std::erase(spares_, unit);
+      let_go(unit);
+    }
     if (flat.present()) {
       flat.take_part(pool_, source);
       continue;
@@ -380,7 +422,9 @@ void Residency::negotiate(std::ptrdiff_t wanted) {
 void Residency::learn_course() {
   auto course = notes_.course();
   std::uint64_t digest = course.entries.size();
-  for (const auto& entry : course.entries) digest = digest * 1099511628211u + entry.unit * 2 + entry.from_kept + 1;
+  for (const auto& entry : course.entries)
+    for (const std::uint64_t part : {entry.unit * 2 + entry.from_kept, static_cast<std::uint64_t>(entry.behind)})
+      digest = digest * 1099511628211u + part + 1;
   const auto digests = everyones(static_cast<std::int64_t>(digest));
   auto& known = courses_[static_cast<std::size_t>(pass_)];
   known.reset();
@@ -399,8 +443,7 @@ void Residency::spare(std::size_t unit) {
 }
 
 void Residency::end_pass() {
-  // Units whose inputs need no gradient end with backward.
-  for (const auto& use : uses_) leave_backward(*use);
+  end_backward();
   if (following()) {
     while (next_ < course_->entries.size()) pass_by_next();
   } else if (gathers_) {
@@ -443,18 +486,6 @@ void Residency::clear_pass() {
   notes_ = {};
   uses_.clear();
   spares_.clear();
-}
-
-void Residency::check_memory(const std::vector<at::Tensor>& tensors, const Unit& at) const {
-  for (const auto& tensor : tensors)
-    for (const auto& unit : units_) {
-      if (!unit.home.flat || unit.home.flat->present()) continue;
-      const auto name = unit.home.flat->parameter_in(tensor);
-      require(name.empty(),
-              "a tensor at the seam of Unit '{}' lies in parameter '{}', whose memory is out: it may be read only "
-              "while its Unit runs, or inside Engine::full_parameters",
-              at.home.name, name);
-    }
 }
 
 }  // namespace bonfire

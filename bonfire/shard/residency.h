@@ -10,13 +10,13 @@
 
 #include "bonfire/base/log.h"
 #include "bonfire/comm/group.h"
-#include "bonfire/nn/unit.h"
+#include "bonfire/comm/side_stream.h"
 #include "bonfire/shard/buffer_pool.h"
 #include "bonfire/shard/course.h"
 #include "bonfire/shard/flat_parameter.h"
 #include "bonfire/shard/gate.h"
+#include "bonfire/shard/hooked_units.h"
 #include "bonfire/shard/host_clock.h"
-#include "bonfire/shard/side_stream.h"
 
 namespace bonfire {
 
@@ -24,13 +24,12 @@ struct ResidencyOptions {
   Group gathers{};
   Group meetings{};             // the same ranks, over another communicator
   std::optional<Group> kept{};  // among whom a Unit is gathered again in backward, where that is a smaller group
-  bool free_after_forward = true;
   int prefetch = 2;
   bool prefetch_before_reduction = true;
   bool negotiate = false;
-  bool debug = false;
-  std::optional<at::ScalarType> inputs{};   // floating-point arguments of Units are cast to it
-  std::optional<at::ScalarType> outputs{};  // and results of the outermost one to this
+  std::int64_t first_place = 0;  // in the pool
+  // Evaluations end with the outermost Unit; otherwise whoever runs the Units says when.
+  bool ends_evaluations = true;
   Log log{};
   std::function<void(bool differentiates)> before_pass{};
   // The backward of every use of a Unit has ended: what has not come of its gradients will not come.
@@ -46,12 +45,13 @@ struct ResidencyOptions {
 // what lies before the one it needs as well, and keeps it for its turn; one that leaves out some takes part in the gathers
 // of the others. A rank that needs a Unit more often than the course has it ends the course, and agrees with the others
 // again: all of them must need more then, or nobody answers.
-class Residency final : public UnitHooks, public std::enable_shared_from_this<Residency> {
+class Residency final : public EngineHook, public std::enable_shared_from_this<Residency> {
  public:
   struct Home {
     UnitSeam* unit = nullptr;
     FlatParameter* flat = nullptr;  // null: the Unit has no parameters of its own
     std::string name{};
+    bool free_after_forward = true;
   };
 
   Residency(BufferPool& pool, HostClock& host, ResidencyOptions options)
@@ -66,8 +66,11 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
 
   // A pass begins with the first forward or backward that needs something, or here.
   void begin_pass(bool differentiates);
+  bool pass_under_way() const { return pass_ != Pass::none; }
   // A backward begins, after whose end other backwards through the same forwards may come.
   void begin_backward(bool retain_graph);
+  // The backward that ran has ended, but the pass has not: others will come.
+  void end_backward();
   // Whether a backward through a Unit with these parameters can still come.
   bool expects_backward(const FlatParameter& flat) const;
   // This rank has no more use for these parameters in this pass. Others may have, and need its part of their gathers before
@@ -109,12 +112,14 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
   enum class Pass { none, training, evaluation };
 
   std::size_t index_of(const UnitSeam& seam) const { return index_.at(&seam); }
+  static bool differentiates();
+  void require_same_values(std::size_t unit) const;
   bool following() const { return course_ && !negotiating_; }
   void before(std::size_t unit, std::vector<at::Tensor>& inputs, const std::shared_ptr<Use>& use);
   void after(std::size_t unit, std::vector<at::Tensor>& outputs, const std::shared_ptr<Use>& use);
   bool gate_outputs(std::vector<at::Tensor>& outputs, const std::shared_ptr<Use>& use);
   void end_forward_early();
-  void enter(std::size_t unit, bool look_ahead);
+  void enter(const Use& use, bool look_ahead);
   void leave(std::size_t unit, bool forward);
   void enter_backward(const std::shared_ptr<Use>& use);
   void leave_backward(Use& use);
@@ -124,7 +129,7 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
   void issue_next();
   void pass_by_next();
   void catch_up(std::size_t end);
-  void need(std::size_t unit);
+  void need(std::size_t unit, int behind);
   void warn_of_order(std::size_t needed, std::size_t turn);
   void negotiate(std::ptrdiff_t wanted);
   std::vector<std::int64_t> everyones(std::int64_t mine) const;
@@ -132,7 +137,6 @@ class Residency final : public UnitHooks, public std::enable_shared_from_this<Re
   void spare(std::size_t unit);
   bool gather_comes_from_kept(std::size_t unit) const;
   void clear_pass();
-  void check_memory(const std::vector<at::Tensor>& tensors, const Unit& at) const;
 
   BufferPool& pool_;
   HostClock& host_;

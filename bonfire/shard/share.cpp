@@ -40,13 +40,19 @@ Share share_of(const plan::Region& region, int factor, int rank) {
   return {length * (rank % factor), length};
 }
 
-void put_segment(const at::Tensor& part, const Share& share, const plan::Segment& segment, const at::Tensor& value) {
+std::optional<Share> overlap(const Share& share, const plan::Segment& segment) {
   const std::int64_t begin = std::max(share.begin, segment.offset);
   const std::int64_t end = std::min(share.begin + share.length, segment.offset + segment.elements);
-  if (begin >= end) return;
+  if (begin >= end) return std::nullopt;
+  return Share{begin - share.begin, end - begin};
+}
+
+void put_segment(const at::Tensor& part, const Share& share, const plan::Segment& segment, const at::Tensor& value) {
+  const auto own = overlap(share, segment);
+  if (!own) return;
   const at::NoGradGuard no_grad;
-  part.narrow(0, begin - share.begin, end - begin)
-      .copy_(value.detach().reshape({-1}).narrow(0, begin - segment.offset, end - begin));
+  part.narrow(0, own->begin, own->length)
+      .copy_(value.detach().reshape({-1}).narrow(0, share.begin + own->begin - segment.offset, own->length));
 }
 
 at::Tensor whole_region(const Group& group, const at::Tensor& part, int factor) {

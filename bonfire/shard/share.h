@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include <ATen/core/Tensor.h>
 
@@ -26,6 +27,9 @@ struct Share {
 
 // What rank `rank` of a shard group owns of a region that is divided by `factor`, which is 1 or the group's size.
 BONFIRE_API Share share_of(const plan::Region& region, int factor, int rank);
+
+// What a share has of a segment, in elements of the share; nothing where it has none.
+BONFIRE_API std::optional<Share> overlap(const Share& share, const plan::Segment& segment);
 
 // Writes into `part`, which holds `share` of a region, what it has of the segment whose whole value (of any shape) is given.
 BONFIRE_API void put_segment(const at::Tensor& part, const Share& share, const plan::Segment& segment,

@@ -37,10 +37,10 @@ class Survey {
   }
 
   std::vector<ModuleGroup> groups();
-  std::vector<at::Tensor> buffers() { return std::move(buffers_); }
+  std::vector<ModuleBuffer> buffers() { return std::move(buffers_); }
 
  private:
-  using Chain = std::vector<std::size_t>;  // Units, each inside the one before it; the root is the first
+  using Nesting = std::vector<std::size_t>;  // Units, each inside the one before it; the root is the first
 
   struct Entry {
     std::string path;
@@ -50,12 +50,12 @@ class Survey {
   };
   struct Parameter {
     ModuleGroup::Member member;
-    std::vector<Chain> uses;
+    std::vector<Nesting> uses;
     bool ignored = false;
   };
   struct Place {
     std::string path;
-    Chain units;
+    Nesting units;
     std::string ignored_by{};  // the path of the ignored module around it
     bool ignored = false;
   };
@@ -65,7 +65,6 @@ class Survey {
   void meet(const std::string& name, const at::Tensor& tensor, const Place& place);
   bool wants(const Entry& unit) const;
   std::size_t owner(const Parameter& parameter) const;
-  std::size_t list_apart(const ModuleGroup::Member& member) const;
   void drop_small_units();
   void require_known_paths() const;
   void require_known_types() const;
@@ -79,7 +78,7 @@ class Survey {
   using Memory = std::tuple<const c10::StorageImpl*, std::int64_t, at::ScalarType, std::vector<std::int64_t>,
                             std::vector<std::int64_t>>;
   std::map<Memory, std::size_t> by_memory_;
-  std::vector<at::Tensor> buffers_;
+  std::vector<ModuleBuffer> buffers_;
   std::unordered_set<const c10::TensorImpl*> seen_buffers_;
   std::vector<std::string> module_paths_, parameter_paths_;
 };
@@ -89,7 +88,7 @@ void Survey::visit(torch::nn::Module& module, const Place& place) {
     meet(join(place.path, item.key()), item.value(), place);
   for (const auto& item : module.named_buffers(/*recurse=*/false))
     if (!place.ignored && item.value().defined() && seen_buffers_.insert(item.value().unsafeGetTensorImpl()).second)
-      buffers_.push_back(item.value());
+      buffers_.push_back({join(place.path, item.key()), item.value()});
   for (const auto& child : module.named_children()) {
     Place inside = place;
     inside.path = join(place.path, child.key());
@@ -151,9 +150,9 @@ void Survey::meet(const std::string& name, const at::Tensor& tensor, const Place
 
 // The innermost chosen Unit that every use lies in. A Unit that is itself at several places contains the uses at each.
 std::size_t Survey::owner(const Parameter& parameter) const {
-  const Chain& first = parameter.uses.front();
+  const Nesting& first = parameter.uses.front();
   for (auto unit = first.rbegin(); unit != first.rend(); ++unit)
-    if (units_[*unit].chosen && std::all_of(parameter.uses.begin(), parameter.uses.end(), [&](const Chain& use) {
+    if (units_[*unit].chosen && std::all_of(parameter.uses.begin(), parameter.uses.end(), [&](const Nesting& use) {
           return std::find(use.begin(), use.end(), *unit) != use.end();
         }))
       return *unit;
@@ -180,43 +179,15 @@ std::vector<ModuleGroup> Survey::groups() {
   std::vector<ModuleGroup> all;
   if (!without_units || wrapping_.all_in_one)
     for (const auto& unit : units_) all.push_back({unit.path, {}, unit.seam});
-  const std::size_t apart = all.size();
-  for (const auto& names : wrapping_.apart) all.push_back({.name = names.empty() ? "" : names.front(), .apart = true});
   for (auto& parameter : parameters_) {
     if (parameter.ignored) continue;
-    if (const auto list = list_apart(parameter.member); list < wrapping_.apart.size())
-      all[apart + list].members.push_back(std::move(parameter.member));
-    else if (without_units && !wrapping_.all_in_one)
+    if (without_units && !wrapping_.all_in_one)
       all.push_back({parameter.member.name, {std::move(parameter.member)}});
     else
       all[owner(parameter)].members.push_back(std::move(parameter.member));
   }
-  // As the list has them, whatever the order in which the module does: others may have a buffer alike.
-  for (std::size_t list = 0; list < wrapping_.apart.size(); ++list) {
-    const auto& names = wrapping_.apart[list];
-    const auto place = [&](const ModuleGroup::Member& member) {
-      auto first = std::find(names.begin(), names.end(), member.name);
-      for (const auto& tied : member.tied) first = std::min(first, std::find(names.begin(), names.end(), tied.name));
-      return first;
-    };
-    auto& members = all[apart + list].members;
-    std::stable_sort(members.begin(), members.end(),
-                     [&](const auto& one, const auto& other) { return place(one) < place(other); });
-  }
   std::erase_if(all, [](const ModuleGroup& group) { return group.members.empty(); });
   return all;
-}
-
-// The number of the list of parameters apart that names it under any of its names; none: past the last.
-std::size_t Survey::list_apart(const ModuleGroup::Member& member) const {
-  std::size_t list = 0;
-  for (; list < wrapping_.apart.size(); ++list) {
-    const auto& names = wrapping_.apart[list];
-    if (contains(names, member.name)) break;
-    if (std::any_of(member.tied.begin(), member.tied.end(), [&](const auto& tied) { return contains(names, tied.name); }))
-      break;
-  }
-  return list;
 }
 
 void Survey::require_known_paths() const {
@@ -229,7 +200,6 @@ void Survey::require_known_paths() const {
   };
   check("ignored module", wrapping_.ignored_modules, module_paths_);
   check("ignored parameter", wrapping_.ignored_parameters, parameter_paths_);
-  for (const auto& names : wrapping_.apart) check("parameter apart", names, parameter_paths_);
 }
 
 void Survey::require_known_types() const {
@@ -238,7 +208,7 @@ void Survey::require_known_types() const {
     if (unit.seam) known.insert(unit.seam->type_name());
   for (const auto& type : wrapping_.types)
     if (!known.contains(type))
-      fail_config("wrapping type '{}' is no Unit of this module; there are: {}", type,
+      fail_config("wrapping type '{}' is not a Unit of this module; there are: {}", type,
                   known.empty() ? "none" : fmt::format("{}", fmt::join(known, ", ")));
 }
 
@@ -276,9 +246,10 @@ void require_one_policy(const Wrapping& wrapping) {
     fail_config("wrapping min_parameters is {}; allowed: 0 and more", wrapping.min_parameters);
   const bool rules = !wrapping.types.empty() || wrapping.min_parameters > 0;
   if (wrapping.predicate && rules)
-    fail_config("wrapping has a predicate beside types or min_parameters: it stands in their place; choose one");
+    fail_config("wrapping has both a predicate and types or min_parameters, which the predicate replaces: choose one");
   if (wrapping.all_in_one && (rules || wrapping.predicate))
-    fail_config("wrapping has all_in_one beside types, min_parameters or a predicate: it stands in their place; choose one");
+    fail_config(
+        "wrapping has both all_in_one and types, min_parameters or a predicate, which all_in_one replaces: choose one");
 }
 
 }  // namespace
@@ -288,13 +259,13 @@ std::vector<ModuleGroup> groups_of(torch::nn::Module& module, const Wrapping& wr
   return Survey(module, wrapping).groups();
 }
 
-std::vector<at::Tensor> buffers_of(torch::nn::Module& module, const Wrapping& wrapping) {
+std::vector<ModuleBuffer> buffers_of(torch::nn::Module& module, const Wrapping& wrapping) {
   return Survey(module, wrapping).buffers();
 }
 
 void require_marked_root(torch::nn::Module& module) {
   if (!unit_of(module))
-    fail_config("the root ({}) is no Unit, so nothing tells when it runs: declare it with BONFIRE_UNIT",
+    fail_config("the root ({}) is not a Unit, so the engine is not told when it runs: declare it with BONFIRE_UNIT",
                 short_type_name(typeid(module)));
 }
 

@@ -25,8 +25,6 @@ struct Wrapping {
   // Instead of both: whether the Unit at this path does.
   std::function<bool(const std::string& path, torch::nn::Module& module)> predicate{};
   bool all_in_one = false;  // instead of all three: only the root does
-  // Parameters, by path, that are a group of their own: each list in a flat buffer of its own, in its order.
-  std::vector<std::vector<std::string>> apart{};
   // By path: stay the user's own; not sharded, not reduced, not touched.
   std::vector<std::string> ignored_modules{}, ignored_parameters{};
   std::function<bool(const std::string& path)> ignored{};  // more of them: asked for every module and every parameter
@@ -46,8 +44,7 @@ struct ModuleGroup {
   };
   std::string name;  // the path of the Unit, where it was met first; the root's is empty
   std::vector<Member> members;
-  UnitSeam* unit = nullptr;  // nullptr: of a root that is not marked, of a module without Units, or apart
-  bool apart = false;        // in a flat buffer of its own
+  UnitSeam* unit = nullptr;  // nullptr: of a root that is not marked, or of a module without Units
 };
 
 // The floating-point parameters of `module` that have elements, grouped by the Unit they belong to, in the order in which
@@ -57,8 +54,12 @@ struct ModuleGroup {
 // memory.
 BONFIRE_API std::vector<ModuleGroup> groups_of(torch::nn::Module& module, const Wrapping& wrapping = {});
 
-// The buffers of `module` that no ignored module holds, each once.
-BONFIRE_API std::vector<at::Tensor> buffers_of(torch::nn::Module& module, const Wrapping& wrapping = {});
+// The buffers of `module` that no ignored module holds, each once, under the first of its names.
+struct ModuleBuffer {
+  std::string name;
+  at::Tensor tensor;
+};
+BONFIRE_API std::vector<ModuleBuffer> buffers_of(torch::nn::Module& module, const Wrapping& wrapping = {});
 
 // Throws ConfigError unless `module` is a Unit: nothing else tells when the root's parameters are needed.
 BONFIRE_API void require_marked_root(torch::nn::Module& module);

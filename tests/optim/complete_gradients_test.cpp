@@ -7,17 +7,19 @@
 #include "bonfire/base/error.h"
 #include "bonfire/comm/work.h"
 #include "tests/shard/twins.h"
+#include "tests/support/thrown.h"
 
-namespace bonfire {
+namespace bonfire::complete_gradients_test {
 namespace {
 
 using testing::Block;
-using testing::Cell;
-using testing::cells;
 using testing::Chain;
 using testing::chain_input;
+using testing::expect_part;
 using testing::initialise;
 using testing::run_ranks;
+using testing::Sharding;
+using testing::shardings;
 
 // The same numbers, and a backward that throws.
 struct Throws : torch::autograd::Function<Throws> {
@@ -43,9 +45,9 @@ struct MidwayImpl : torch::nn::Module {
 BONFIRE_UNIT(Midway);
 
 struct Trained {
-  Trained(World& world, const Cell& cell)
-      : engine(shard(world.mesh({.replicate = world.size() / cell.factor, .shard = cell.factor}), net,
-                     cell.options({.patience = std::chrono::milliseconds(20000), .log = Log::silent()}))),
+  Trained(World& world, const Sharding& sharding)
+      : engine(shard(world.mesh({.replicate = world.size() / sharding.factor, .shard = sharding.factor}), net,
+                     sharding.options({.patience = std::chrono::milliseconds(20000), .log = Log::silent()}))),
         optimizer(engine, {.lr = 0.1, .weight_decay = 0.5}) {}
 
   at::Tensor loss(World& world, int step, bool throws = false) {
@@ -75,12 +77,10 @@ struct Trained {
   Sgd optimizer;
 };
 
-void expect_part(const std::string& text, const std::string& part) { EXPECT_NE(text.find(part), std::string::npos) << text; }
-
 TEST(CompleteGradients, AreWhatAnUpdateNeeds) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
-      Trained trained(world, cell);
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
+      Trained trained(world, sharding);
       expect_part(trained.refused(), "before any backward");
       trained.engine.accumulate(trained.loss(world, 0));
       expect_part(trained.refused(), "some microbatches only");
@@ -94,10 +94,10 @@ TEST(CompleteGradients, AreWhatAnUpdateNeeds) {
 
 // On all ranks at the same place: their gradients are lost, and the next step is as if nothing had been.
 TEST(CompleteGradients, AreLostWhereBackwardThrows) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells())
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings())
       for (const int before : {0, 1}) {
-        Trained trained(world, cell), undisturbed(world, cell);
+        Trained trained(world, sharding), undisturbed(world, sharding);
         for (int step = 0; step < before; ++step)
           for (auto* each : {&trained, &undisturbed}) {
             each->engine.backward(each->loss(world, step));
@@ -110,17 +110,17 @@ TEST(CompleteGradients, AreLostWhereBackwardThrows) {
           each->optimizer.step();
         }
         trained.engine.check_equal();
-        EXPECT_TRUE(at::equal(trained.values(), undisturbed.values())) << cell.name();
+        EXPECT_TRUE(at::equal(trained.values(), undisturbed.values())) << sharding.name();
       }
   });
 }
 
 // The others wait for a rank that has failed: they hear why, long before their patience with each other ends.
 TEST(CompleteGradients, AFailureOfOneRankEndsTheStepOnAll) {
-  for (const Cell& cell : cells())
+  for (const Sharding& sharding : shardings())
     for (const int before : {0, 2})
-      run_ranks(testing::cell_ranks, [&](World& world) {
-        Trained trained(world, cell);
+      run_ranks(testing::sharding_ranks, [&](World& world) {
+        Trained trained(world, sharding);
         for (int step = 0; step < before; ++step) {
           trained.engine.backward(trained.loss(world, step));
           trained.optimizer.step();
@@ -139,4 +139,4 @@ TEST(CompleteGradients, AFailureOfOneRankEndsTheStepOnAll) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::complete_gradients_test

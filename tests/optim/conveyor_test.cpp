@@ -4,7 +4,7 @@
 
 #include <ATen/ATen.h>
 
-namespace bonfire {
+namespace bonfire::conveyor_test {
 namespace {
 
 // Where everything is on the host already, a load's own tensors are handed out: nothing is copied.
@@ -29,4 +29,4 @@ TEST(Conveyor, HandsOutWhatIsAtHome) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::conveyor_test

@@ -15,7 +15,7 @@
 #include "bonfire/optim/learning_rate.h"
 #include "bonfire/shard/engine.h"
 
-namespace bonfire {
+namespace bonfire::optimizer_test {
 namespace {
 
 // Two layers with equal weights, one trained by torch's optimizer and one by ours, on equal gradients.
@@ -272,4 +272,4 @@ TEST(LearningRate, EndsAtTheLeastRate) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::optimizer_test

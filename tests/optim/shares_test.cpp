@@ -18,7 +18,7 @@
 #include "tests/support/ranks.h"
 #include "tests/support/small_net.h"
 
-namespace bonfire {
+namespace bonfire::shares_test {
 namespace {
 
 using testing::Division;
@@ -244,8 +244,8 @@ TEST_P(OverShares, ScalerDecidesAlikeOnAllRanks) {
       for (int step = 0; step < 4; ++step) {
         twins.engine.backward(scaler.scale(small_loss(twins.ours, step, twins.rank * part, part)));
         const bool bad = step == 1;
-        const auto& mesh = twins.engine.mesh();
-        if (bad && mesh.coordinate(Axis::shard) == mesh.shape().shard - 1)
+        const auto& shards = twins.engine.groups().shards;
+        if (bad && shards.rank() == shards.size() - 1)
           twins.engine.flats().back()->trained().back().gradient[0] = std::numeric_limits<double>::infinity();
         const auto result = ours.step({.clip = 0.5, .clip_value = clip_value, .scaler = &scaler});
         EXPECT_EQ(result.skipped, bad);
@@ -314,7 +314,7 @@ TEST_P(OverShares, GradientsMayBeOfLowPrecision) {
         for (const auto& flat : engine.flats())
           for (const auto& share : flat->trained()) {
             EXPECT_TRUE(share.master.equal(expected[at++]));
-            EXPECT_TRUE(share.low_precision.equal(share.master.to(type)));
+            EXPECT_TRUE(share.low_precision().equal(share.master.to(type)));
           }
       }
     });
@@ -342,4 +342,4 @@ TEST_P(OverShares, OffloadChangesNoNumber) {
 INSTANTIATE_TEST_SUITE_P(Divided, OverShares, ::testing::ValuesIn(divisions()), name_of_division);
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::shares_test

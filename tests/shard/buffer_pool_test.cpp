@@ -7,7 +7,7 @@
 
 #include "bonfire/base/error.h"
 
-namespace bonfire {
+namespace bonfire::buffer_pool_test {
 namespace {
 
 TEST(BufferPool, HoldsWhatWasLentAtOnce) {
@@ -97,4 +97,4 @@ TEST(BufferPool, BytesAreTheLoans) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::buffer_pool_test

@@ -23,7 +23,7 @@
 #include "tests/support/ranks.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::build_scope_test {
 namespace {
 
 using testing::fingerprints;
@@ -295,4 +295,4 @@ TEST(BuildScope, PathsAreNotKnownInIt) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::build_scope_test

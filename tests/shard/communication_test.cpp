@@ -16,7 +16,7 @@
 #include "tests/support/ranks.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::communication_test {
 namespace {
 
 using plan::DataParallel;
@@ -317,4 +317,4 @@ TEST(CommunicationOf, AHybridReducesOverReplicasWhileBackwardRuns) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::communication_test

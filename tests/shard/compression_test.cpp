@@ -7,7 +7,7 @@
 #include "bonfire/optim/grad_scaler.h"
 #include "tests/shard/plain.h"
 
-namespace bonfire {
+namespace bonfire::compression_test {
 namespace {
 
 using testing::distance;
@@ -114,4 +114,4 @@ TEST(Compression, PowerSgdIsExactForLowRankGradients) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::compression_test

@@ -4,7 +4,7 @@
 
 #include <string>
 
-namespace bonfire {
+namespace bonfire::course_test {
 namespace {
 
 using Entries = std::vector<Course::Entry>;
@@ -35,6 +35,17 @@ TEST(Course, OfAStepKeepsTheLastUnit) {
                      {.unit = 2, .uses = 2},
                      {.unit = 1, .uses = 1, .from_kept = true},
                      {.unit = 0, .uses = 1, .from_kept = true}}));
+}
+
+// Two versions of a Unit are two gathers, also where nothing else lies between them.
+TEST(Course, OfTwoVersionsGathersBoth) {
+  CourseNotes pass;
+  for (const int behind : {0, 1, 1}) {
+    pass.gathered(0, behind);
+    pass.used(0);
+    pass.released(0, /*forward=*/false);
+  }
+  EXPECT_EQ(pass.course().entries, (Entries{{.unit = 0, .uses = 1}, {.unit = 0, .uses = 2, .behind = 1}}));
 }
 
 TEST(Course, OfAnEvaluationGathersOnce) {
@@ -76,4 +87,4 @@ TEST(Course, EveryUseHasItsGather) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::course_test

@@ -12,7 +12,7 @@
 #include "tests/shard/plain.h"
 #include "tests/support/ranks.h"
 
-namespace bonfire {
+namespace bonfire::data_parallel_test {
 namespace {
 
 using testing::distance;
@@ -323,9 +323,9 @@ TEST(DataParallel, MixedDtypesStayMixed) {
 TEST(DataParallel, RefusesWhatItWouldIgnore) {
   const auto other_axis = [](World& world) {
     Plain model;
-    Engine engine = shard(world.mesh({.context = 2}), model);
+    Engine engine = shard(world.mesh({.pipeline = 2}), model);
   };
-  EXPECT_NE(error_of(2, other_axis).find("mesh axis context is 2"), std::string::npos);
+  EXPECT_NE(error_of(2, other_axis).find("mesh axis pipeline is 2"), std::string::npos);
   const auto second_engine = [](World& world) {
     Plain model;
     Engine engine = shard(world.mesh({}), model), again = shard(world.mesh({}), model);
@@ -367,9 +367,9 @@ TEST(DataParallel, MixedPrecisionKeepsMasters) {
     }
     EXPECT_TRUE(at::equal(model.last->weight, before));
     const auto& share = engine.flats().front()->trained().front();
-    EXPECT_FALSE(at::equal(share.master, share.low_precision.to(at::kFloat)));
+    EXPECT_FALSE(at::equal(share.master, share.low_precision().to(at::kFloat)));
   });
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::data_parallel_test

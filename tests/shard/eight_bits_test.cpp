@@ -15,12 +15,12 @@
 #include "tests/shard/twins.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::eight_bits_test {
 namespace {
 
-using testing::Cell;
-using testing::cells;
 using testing::run_ranks;
+using testing::Sharding;
+using testing::shardings;
 
 constexpr int steps = 3;
 
@@ -40,8 +40,8 @@ std::int64_t scales_of(const Training& training, const std::string& name, at::In
   return training.recipe.scales == Fp8Scales::row ? shape[0] : 1;
 }
 
-ShardOptions options_for(const Training& training, const Cell& cell) {
-  return cell.options(
+ShardOptions options_for(const Training& training, const Sharding& sharding) {
+  return sharding.options(
       {.precision = {.parameters = at::kBFloat16,
                      .scales = [=](const std::string& name,
                                    const at::Tensor& parameter) { return scales_of(training, name, parameter.sizes()); }},
@@ -57,7 +57,7 @@ struct Outcome {
 };
 
 // What is gathered is what the whole master is rounded to.
-void expect_masters_rounded(Engine& engine, const std::map<std::string, at::Tensor>& masters, const Cell& cell) {
+void expect_masters_rounded(Engine& engine, const std::map<std::string, at::Tensor>& masters, const Sharding& sharding) {
   const auto whole = engine.full_parameters();
   for (const auto& flat : engine.flats()) {
     const auto& layout = flat->layout();
@@ -71,25 +71,26 @@ void expect_masters_rounded(Engine& engine, const std::map<std::string, at::Tens
       note_magnitudes(magnitudes, master);
       round_scaled(expected, master, magnitudes);
       EXPECT_TRUE(at::equal(gathered.detach().view(at::kByte).view(-1), expected.view(at::kByte)))
-          << segment.name << ", " << cell.name();
-      EXPECT_TRUE(at::equal(flat->inverse_scales(at), inverse_scales(magnitudes))) << segment.name << ", " << cell.name();
+          << segment.name << ", " << sharding.name();
+      EXPECT_TRUE(at::equal(flat->codec().inverse(at), inverse_scales(magnitudes)))
+          << segment.name << ", " << sharding.name();
     }
   }
 }
 
-Outcome train(const World& world, const Cell& cell, const Training& training) {
-  const Mesh mesh = world.mesh({.replicate = world.size() / cell.factor, .shard = cell.factor});
+Outcome train(const World& world, const Sharding& sharding, const Training& training) {
+  const Mesh mesh = world.mesh({.replicate = world.size() / sharding.factor, .shard = sharding.factor});
   std::shared_ptr<Model> model;
   {
     std::optional<Build> scope;
-    if (training.in_scope) scope.emplace(mesh, options_for(training, cell));
+    if (training.in_scope) scope.emplace(mesh, options_for(training, sharding));
     model = build_model(training.spec, {.seed = 5, .dtype = at::kFloat});
   }
   use_fp8(*model, training.recipe);
   bool even = true;
   for (auto& parameter : model->parameters())
     if ((even = !even) && training.frozen) parameter.set_requires_grad(false);
-  Engine engine = shard(mesh, *model, options_for(training, cell));
+  Engine engine = shard(mesh, *model, options_for(training, sharding));
   AdamW optimizer(engine, {.lr = 0.02});
   Outcome outcome;
   for (int step = 0; step < steps; ++step) {
@@ -118,28 +119,28 @@ Outcome train(const World& world, const Cell& cell, const Training& training) {
           by_name[segment.name] = whole.narrow(0, segment.offset, segment.elements).clone();
     }
   for (auto& [name, values] : by_name) outcome.masters.push_back(values);
-  expect_masters_rounded(engine, by_name, cell);
+  expect_masters_rounded(engine, by_name, sharding);
   return outcome;
 }
 
 // Two ranks, whose sums have no order.
-const std::vector<Cell>& halves() {
-  static const std::vector<Cell> all{{2, Sharded::optimizer},
-                                     {2, Sharded::gradients},
-                                     {2, Sharded::parameters, true, 0},
-                                     {2, Sharded::parameters, true, 2},
-                                     {2, Sharded::parameters, false, 1}};
+const std::vector<Sharding>& halves() {
+  static const std::vector<Sharding> all{{2, Sharded::optimizer},
+                                         {2, Sharded::gradients},
+                                         {2, Sharded::parameters, true, 0},
+                                         {2, Sharded::parameters, true, 2},
+                                         {2, Sharded::parameters, false, 1}};
   return all;
 }
 
 void expect_same_bits(const World& world, const Training& training) {
   const auto expected = train(world, {1, Sharded::none}, training);
-  for (const Cell& cell : halves()) {
-    const auto outcome = train(world, cell, training);
-    EXPECT_EQ(outcome.losses, expected.losses) << cell.name();
-    ASSERT_EQ(outcome.masters.size(), expected.masters.size()) << cell.name();
+  for (const Sharding& sharding : halves()) {
+    const auto outcome = train(world, sharding, training);
+    EXPECT_EQ(outcome.losses, expected.losses) << sharding.name();
+    ASSERT_EQ(outcome.masters.size(), expected.masters.size()) << sharding.name();
     for (std::size_t at = 0; at < expected.masters.size(); ++at)
-      EXPECT_TRUE(at::equal(outcome.masters[at], expected.masters[at])) << cell.name() << ", " << at;
+      EXPECT_TRUE(at::equal(outcome.masters[at], expected.masters[at])) << sharding.name() << ", " << at;
   }
 }
 
@@ -168,19 +169,19 @@ TEST(EightBits, AlsoOverMicrobatchesAndWithFrozenWeights) {
 
 // The second law, and what it says about these weights: a byte for each, where bf16 moves two.
 TEST(EightBits, MoveWhatThePlanSays) {
-  run_ranks(testing::cell_ranks, [](World& world) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
     for (const auto scales : {Fp8Scales::tensor, Fp8Scales::row})
-      for (const Cell& cell : cells()) {
+      for (const Sharding& sharding : shardings()) {
         const Training training{.spec = gpt2(), .recipe = {.scales = scales}, .accumulation = 2};
-        plan::DataParallel layout{.replicate = world.size() / cell.factor,
-                                  .shard = cell.factor,
-                                  .what = cell.what,
+        plan::DataParallel layout{.replicate = world.size() / sharding.factor,
+                                  .shard = sharding.factor,
+                                  .what = sharding.what,
                                   .microbatches = training.accumulation,
-                                  .reshard_after_forward = cell.reshard.free,
-                                  .reshard_ranks = cell.reshard.ranks,
-                                  .prefetch = cell.prefetch,
+                                  .reshard_after_forward = sharding.reshard.free,
+                                  .reshard_ranks = sharding.reshard.ranks,
+                                  .prefetch = sharding.prefetch,
                                   .compute = plan::Dtype::bf16,
-                                  .buckets = cell.options().buckets};
+                                  .buckets = sharding.options().buckets};
         const auto model = plan::describe(gpt2());
         const auto plain = plan::bytes_moved(model, layout);
         layout.scales = [&](const std::string& name, const std::vector<std::int64_t>& shape) {
@@ -189,12 +190,12 @@ TEST(EightBits, MoveWhatThePlanSays) {
         auto expected = plan::collectives_of_step(model, layout);
         // The loss, which this test does not average.
         std::erase(expected, Collective{CollectiveKind::all_reduce, Axis::data, 8});
-        auto seen = train(world, cell, training).collectives;
+        auto seen = train(world, sharding, training).collectives;
         std::sort(expected.begin(), expected.end());
         std::sort(seen.begin(), seen.end());
-        EXPECT_EQ(seen, expected) << cell.name();
-        if (cell.factor > 1 && cell.reshard.ranks == 0) {
-          EXPECT_LT(plan::bytes_moved(model, layout), plain) << cell.name();
+        EXPECT_EQ(seen, expected) << sharding.name();
+        if (sharding.factor > 1 && sharding.reshard.ranks == 0) {
+          EXPECT_LT(plan::bytes_moved(model, layout), plain) << sharding.name();
         }
       }
   });
@@ -230,4 +231,4 @@ TEST(EightBits, RefusesWhatItCannotDo) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::eight_bits_test

@@ -7,7 +7,7 @@
 #include "bonfire/base/error.h"
 #include "tests/shard/twins.h"
 
-namespace bonfire {
+namespace bonfire::flat_parameter_test {
 namespace {
 
 using testing::numbers;
@@ -63,7 +63,7 @@ TEST(FlatParameter, SegmentsAndSharesAreAligned) {
   EXPECT_EQ(flat.bytes, bytes);
 }
 
-// Laws: the parameters are views that are made once, the whole is every rank's share in a row, and what goes out comes back.
+// Laws: the parameters are views that are made once, the whole is every rank's share in a row, and what was freed comes back.
 TEST(FlatParameter, ComesAndGoesUnderTheSameViews) {
   run_ranks(ranks, [](World& world) {
     const auto plan = layout();
@@ -80,7 +80,7 @@ TEST(FlatParameter, ComesAndGoesUnderTheSameViews) {
     std::int64_t masters = 0;
     for (const auto& share : flat.trained()) {
       EXPECT_EQ(share.master.scalar_type(), at::kFloat);
-      EXPECT_EQ(share.low_precision.defined(), plan.regions[share.region].compute == plan::Dtype::bf16);
+      EXPECT_EQ(share.low_precision().defined(), plan.regions[share.region].compute == plan::Dtype::bf16);
       masters += share.master.numel();
     }
     EXPECT_EQ(masters * ranks, plan.trained_elements());
@@ -150,9 +150,9 @@ TEST(FlatParameter, MastersTakeWhatWasChanged) {
   const auto members = parameters(plan);
   FlatParameter flat(plan, members, {});
   const auto& share = flat.trained().front();
-  ASSERT_TRUE(share.low_precision.defined());
+  ASSERT_TRUE(share.low_precision().defined());
   const auto before = share.master.clone();
-  ASSERT_FALSE(at::equal(before, share.low_precision.to(at::kFloat))) << "rounding took nothing away";
+  ASSERT_FALSE(at::equal(before, share.low_precision().to(at::kFloat))) << "rounding took nothing away";
   flat.take_values();
   EXPECT_TRUE(at::equal(share.master, before));
   {
@@ -180,4 +180,4 @@ TEST(FlatParameter, AnotherShapeIsNamed) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::flat_parameter_test

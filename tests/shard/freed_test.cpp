@@ -10,31 +10,31 @@
 #include "tests/shard/mistakes.h"
 #include "tests/shard/plain.h"
 
-namespace bonfire {
+namespace bonfire::freed_test {
 namespace {
 
 using testing::Block;
-using testing::Cell;
-using testing::cells;
 using testing::Chain;
 using testing::chain_input;
 using testing::expect_words;
-using testing::gathering_cells;
+using testing::gathering_shardings;
 using testing::initialise;
 using testing::loss_of;
 using testing::message_of;
 using testing::numbers;
 using testing::run_ranks;
 using testing::shard_chain;
+using testing::Sharding;
+using testing::shardings;
 
 // Whatever reads a parameter, before the first step and between steps.
 TEST(Freed, ParametersCannotBeRead) {
   const std::vector<std::string> way{"or another of the 3 sharded with it was read while its memory is freed",
                                      "Engine::full_parameters()"};
-  run_ranks(testing::cell_ranks, [&](World& world) {
-    for (const Cell& cell : gathering_cells()) {
+  run_ranks(testing::sharding_ranks, [&](World& world) {
+    for (const Sharding& sharding : gathering_shardings()) {
       Chain net(3);
-      Engine engine = shard_chain(world, cell, net);
+      Engine engine = shard_chain(world, sharding, net);
       Sgd optimizer(engine, {.lr = 0.1});
       for (int step = 0; step < 3; ++step) {
         auto& weight = net->blocks[1]->linear->weight;
@@ -71,10 +71,10 @@ TEST(Freed, ParametersCannotBeRead) {
 
 // Law: what torch::save writes is the model, or an error.
 TEST(Freed, AModuleIsSavedWholeOrNotAtAll) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
       Chain net(3);
-      Engine engine = shard_chain(world, cell, net);
+      Engine engine = shard_chain(world, sharding, net);
       Sgd optimizer(engine, {.lr = 0.1});
       engine.backward(loss_of(net));
       optimizer.step();
@@ -100,16 +100,16 @@ TEST(Freed, AModuleIsSavedWholeOrNotAtAll) {
       std::istringstream file(save_all());
       torch::load(other, file);
       const auto mine = net->parameters(), theirs = other->parameters();
-      for (std::size_t at = 0; at < mine.size(); ++at) EXPECT_TRUE(at::equal(mine[at], theirs[at])) << cell.name();
+      for (std::size_t at = 0; at < mine.size(); ++at) EXPECT_TRUE(at::equal(mine[at], theirs[at])) << sharding.name();
     }
   });
 }
 
 TEST(Freed, AModuleIsMovedAndConvertedBeforeItIsSharded) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
       Chain net(3);
-      Engine engine = shard_chain(world, cell, net);
+      Engine engine = shard_chain(world, sharding, net);
       net->to(at::Device(at::kCPU));  // is there already
       engine.backward(loss_of(net));
       engine.spend_gradients();
@@ -129,13 +129,13 @@ TEST(Freed, AModuleIsMovedAndConvertedBeforeItIsSharded) {
 
 // Parameters have no gradients where ranks hold shares of these, and optimizers of torch's skip parameters without any.
 TEST(Freed, AnOptimizerOfTorchsIsNoticed) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
       std::string said;
       const Log log([&](LogLevel, std::string_view words) { said += words; });
       {
         Chain net(3);
-        Engine engine = shard_chain(world, cell, net, {.log = log});
+        Engine engine = shard_chain(world, sharding, net, {.log = log});
         torch::optim::SGD optimizer(net->parameters(), 0.1);
         const auto step = [&] {
           const auto loss = loss_of(net);
@@ -145,16 +145,40 @@ TEST(Freed, AnOptimizerOfTorchsIsNoticed) {
           return loss.item<double>();
         };
         const double first = step();
-        if (cell.what == Sharded::none)
+        if (sharding.what == Sharded::none)
           EXPECT_LT(step(), first);
         else
           expect_words(message_of(step), {"before the gradients of the first were used", "torch::optim finds no gradients"});
         EXPECT_EQ(said, "");
       }
-      if (cell.what == Sharded::none || world.rank() > 0)
+      if (sharding.what == Sharded::none || world.rank() > 0)
         EXPECT_EQ(said, "");
       else
         expect_words(said, {"the gradients of the last Engine::backward were not used", "torch::optim finds no gradients"});
+    }
+  });
+}
+
+// A program that never calls backward, only accumulate.
+TEST(TorchOptimizers, AfterAccumulateAloneTrainNothing) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
+      std::string said;
+      {
+        Chain net(3);
+        Engine engine =
+            shard_chain(world, sharding, net, {.log = Log([&](LogLevel, std::string_view words) { said += words; })});
+        torch::optim::SGD optimizer(net->parameters(), 0.1);
+        engine.accumulate(loss_of(net));
+        optimizer.step();
+        engine.accumulate(loss_of(net));
+        EXPECT_EQ(said, "");
+      }
+      if (sharding.what == Sharded::none || world.rank() > 0)
+        EXPECT_EQ(said, "");
+      else
+        expect_words(said,
+                     {"the gradients of the last Engine::accumulate were not used", "call Engine::backward for the last"});
     }
   });
 }
@@ -194,7 +218,8 @@ TEST(TorchOptimizers, DoNotTrainRoundedCopies) {
       }
       engine.spend_gradients();
       expect_words(message_of([&] { engine.backward(loss()); }),
-                   {"parameter 'head.weight' was written to: forward reads it as BFloat16, a copy of the Float",
+                   {"parameter 'head.weight' was written to: forward uses a BFloat16 copy; your write did not reach the "
+                    "Float master weights",
                     "in place of torch::optim", "Engine::full_parameters"});
     }
   });
@@ -218,6 +243,20 @@ struct OuterImpl : torch::nn::Module {
 };
 BONFIRE_UNIT(Outer);
 
+// Its ends are marked, its middle is not.
+struct MiddleImpl : torch::nn::Module {
+  MiddleImpl()
+      : begin(register_module("begin", Block(6))),
+        first(register_module("first", torch::nn::Linear(6, 64))),
+        last(register_module("last", torch::nn::Linear(64, 6))) {
+    initialise(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return last->forward(first->forward(begin->forward(x)).tanh()); }
+  Block begin;
+  torch::nn::Linear first, last;
+};
+BONFIRE_UNIT(Middle);
+
 TEST(Unmarked, BlocksMakeTheWholeModelOneUnit) {
   run_ranks(2, [](World& world) {
     const Mesh shards = world.mesh({.shard = 2});
@@ -234,6 +273,10 @@ TEST(Unmarked, BlocksMakeTheWholeModelOneUnit) {
                    {"the whole model (Wide) is one Unit", "all of its 6.55 KiB of parameters", "BONFIRE_UNIT(Block)"});
     else
       EXPECT_EQ(words, "");
+    const auto of_middle = said(shards, Middle(), {.what = Sharded::parameters});
+    if (world.rank() == 0)
+      expect_words(of_middle,
+                   {"6.55 KiB of the model's", "outside of any Unit but the root (Middle)", "BONFIRE_UNIT(Block)"});
     EXPECT_EQ(said(shards, Wide(), {.what = Sharded::gradients}), "");
     EXPECT_EQ(said(shards, Wide(), {.what = Sharded::parameters, .wrapping = {.all_in_one = true}}), "");
     EXPECT_EQ(said(shards, Outer(), {.what = Sharded::parameters}), "");
@@ -243,4 +286,4 @@ TEST(Unmarked, BlocksMakeTheWholeModelOneUnit) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::freed_test

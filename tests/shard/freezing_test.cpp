@@ -2,18 +2,19 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <utility>
 
 #include "bonfire/comm/recorder.h"
 #include "tests/shard/twins.h"
 
-namespace bonfire {
+namespace bonfire::freezing_test {
 namespace {
 
-using testing::Cell;
-using testing::cells;
 using testing::Chain;
 using testing::chain_input;
 using testing::run_ranks;
+using testing::Sharding;
+using testing::shardings;
 using testing::Twins;
 
 const testing::Order whole_chain{0, 1, 2, 3};
@@ -38,9 +39,15 @@ const std::vector<std::function<bool(const std::string&)>>& phases() {
 }
 
 TEST(Freezing, BetweenStepsTrainsAsTorchDoes) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
-      Twins<Chain> twins(world, cell, [] { return Chain(4); }, {.log = Log::silent()});
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    std::vector<std::pair<Sharding, Offload>> ways;
+    for (const Sharding& sharding : shardings()) {
+      ways.emplace_back(sharding, Offload::none);
+      if (sharding.factor == 1 || sharding.what == Sharded::parameters) ways.emplace_back(sharding, Offload::parameters);
+    }
+    for (const auto& [sharding, offload] : ways) {
+      SCOPED_TRACE(fmt::format("{}{}", sharding.name(), offload == Offload::parameters ? ", on the host" : ""));
+      Twins<Chain> twins(world, sharding, [] { return Chain(4); }, {.offload = offload, .log = Log::silent()});
       for (std::size_t phase = 0; phase < phases().size(); ++phase) {
         freeze(twins.ours, phases()[phase]);
         freeze(twins.theirs, phases()[phase]);
@@ -56,9 +63,9 @@ TEST(Freezing, BetweenStepsTrainsAsTorchDoes) {
 
 // Gradients that were accumulated move along. Thawed parameters start from nothing.
 TEST(Freezing, BetweenMicrobatches) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
-      Twins<Chain> twins(world, cell, [] { return Chain(4); }, {.log = Log::silent()});
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
+      Twins<Chain> twins(world, sharding, [] { return Chain(4); }, {.log = Log::silent()});
       const auto loss = [](int step) {
         return [step](Chain& net, int rank) { return net->forward(chain_input(rank, step), whole_chain).pow(2).mean(); };
       };
@@ -81,12 +88,12 @@ struct Bytes {
 };
 
 // Of a step with AdamW, the third one.
-Bytes bytes_of(const World& world, const Cell& cell, const std::function<bool(const std::string&)>& frozen) {
+Bytes bytes_of(const World& world, const Sharding& sharding, const std::function<bool(const std::string&)>& frozen) {
   Chain net(4);
   net->to(at::kFloat);
   freeze(net, frozen);
-  Engine engine = shard(world.mesh({.replicate = 4 / cell.factor, .shard = cell.factor}), net,
-                        cell.options({.precision = {.parameters = at::kBFloat16}, .log = Log::silent()}));
+  Engine engine = shard(world.mesh({.replicate = 4 / sharding.factor, .shard = sharding.factor}), net,
+                        sharding.options({.precision = {.parameters = at::kBFloat16}, .log = Log::silent()}));
   AdamW optimizer(engine, {.lr = 0.01});
   Bytes bytes;
   for (int step = 0; step < 3; ++step) {
@@ -109,22 +116,22 @@ Bytes bytes_of(const World& world, const Cell& cell, const std::function<bool(co
 }
 
 TEST(Freezing, CostsNoGradientsNoReductionAndNoState) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
-      const auto nothing = bytes_of(world, cell, [&](const std::string& name) { return name != "head.bias"; });
-      const auto half = bytes_of(world, cell, phases()[2]);
-      const auto all = bytes_of(world, cell, [](const std::string&) { return false; });
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
+      const auto nothing = bytes_of(world, sharding, [&](const std::string& name) { return name != "head.bias"; });
+      const auto half = bytes_of(world, sharding, phases()[2]);
+      const auto all = bytes_of(world, sharding, [](const std::string&) { return false; });
       // One region, padded to 64 elements for each of four ranks.
       const std::int64_t padded = 64 * 4;
-      const auto gradients = cell.what >= Sharded::gradients ? cell.factor : 1;
-      const auto optimizer = cell.what >= Sharded::optimizer ? cell.factor : 1;
-      EXPECT_EQ(nothing.gradients, padded * 4 / gradients) << cell.name();
-      EXPECT_EQ(nothing.masters, padded * 4 / optimizer) << cell.name();
-      EXPECT_EQ(nothing.state, 2 * padded * 4 / optimizer) << cell.name();
-      EXPECT_LT(half.gradients, all.gradients) << cell.name();
-      EXPECT_LT(half.reduced, all.reduced) << cell.name();
-      EXPECT_GT(nothing.reduced, 0) << cell.name();
-      EXPECT_LT(nothing.reduced, half.reduced) << cell.name();
+      const auto gradients = sharding.what >= Sharded::gradients ? sharding.factor : 1;
+      const auto optimizer = sharding.what >= Sharded::optimizer ? sharding.factor : 1;
+      EXPECT_EQ(nothing.gradients, padded * 4 / gradients) << sharding.name();
+      EXPECT_EQ(nothing.masters, padded * 4 / optimizer) << sharding.name();
+      EXPECT_EQ(nothing.state, 2 * padded * 4 / optimizer) << sharding.name();
+      EXPECT_LT(half.gradients, all.gradients) << sharding.name();
+      EXPECT_LT(half.reduced, all.reduced) << sharding.name();
+      EXPECT_GT(nothing.reduced, 0) << sharding.name();
+      EXPECT_LT(nothing.reduced, half.reduced) << sharding.name();
     }
   });
 }
@@ -132,7 +139,7 @@ TEST(Freezing, CostsNoGradientsNoReductionAndNoState) {
 // Where nothing before a Unit is trained, backward does not go there, and does not gather it; and it does again, once
 // thawed.
 TEST(Freezing, SavesTheGathersOfBackward) {
-  run_ranks(testing::cell_ranks, [](World& world) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
     Chain net(4);
     Engine engine = shard(world.mesh({.shard = 4}), net, {.what = Sharded::parameters, .log = Log::silent()});
     const auto gathers = [&] {
@@ -178,7 +185,7 @@ TEST(Freezing, LeavesPoolsAsSmallAsTheyWere) {
       const auto bytes = [&](const auto& frozen_first, const auto& frozen_then) {
         Chain net(length);
         freeze(net, frozen_first);
-        Engine engine = shard(world.mesh({.shard = 2}), net, Cell{2, what}.options({.log = Log::silent()}));
+        Engine engine = shard(world.mesh({.shard = 2}), net, Sharding{2, what}.options({.log = Log::silent()}));
         for (int step = 0; step < 6; ++step) {
           if (step == 2) freeze(net, frozen_then);
           engine.backward(net->forward(chain_input(world.rank(), step), all).pow(2).mean());
@@ -195,12 +202,13 @@ TEST(Freezing, LeavesPoolsAsSmallAsTheyWere) {
 
 // The user sees the module as it was: names, shapes and identity, in and out of memory.
 TEST(Freezing, OriginalParametersStayVisible) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
       Chain net(4), original(4);
       std::map<std::string, at::Tensor> before;
       for (const auto& item : net->named_parameters()) before[item.key()] = item.value();
-      Engine engine = shard(world.mesh({.replicate = 4 / cell.factor, .shard = cell.factor}), net, cell.options());
+      Engine engine =
+          shard(world.mesh({.replicate = 4 / sharding.factor, .shard = sharding.factor}), net, sharding.options());
       Sgd optimizer(engine,
                     {.lr = 0.1,
                      .weight_decay = 0.5,
@@ -220,10 +228,10 @@ TEST(Freezing, OriginalParametersStayVisible) {
       const auto whole = engine.full_parameters();
       for (const auto& item : original->named_parameters())
         EXPECT_EQ(at::equal(item.value(), net->named_parameters()[item.key()]), !ends(item.key(), "bias"))
-            << item.key() << ", " << cell.name();
+            << item.key() << ", " << sharding.name();
     }
   });
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::freezing_test

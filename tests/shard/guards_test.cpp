@@ -6,30 +6,30 @@
 #include "tests/shard/mistakes.h"
 #include "tests/shard/plain.h"
 
-namespace bonfire {
+namespace bonfire::guards_test {
 namespace {
 
 using testing::Block;
-using testing::Cell;
-using testing::cells;
 using testing::Chain;
 using testing::chain_input;
 using testing::expect_words;
-using testing::gathering_cells;
+using testing::gathering_shardings;
 using testing::initialise;
 using testing::loss_of;
 using testing::message_of;
 using testing::numbers;
 using testing::run_ranks;
 using testing::shard_chain;
+using testing::Sharding;
+using testing::shardings;
 using torch::nn::Linear;
 
 TEST(Guards, WeightsMayNotChangeBetweenForwardAndBackward) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells())
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings())
       for (const bool by_optimizer : {true, false}) {
         Chain net(3);
-        Engine engine = shard_chain(world, cell, net);
+        Engine engine = shard_chain(world, sharding, net);
         Sgd optimizer(engine, {.lr = 0.1});
         engine.backward(loss_of(net));
         if (!by_optimizer) engine.spend_gradients();
@@ -53,10 +53,10 @@ TEST(Guards, WeightsMayNotChangeBetweenForwardAndBackward) {
 
 // Two graphs alive at once are no error while the weights stay.
 TEST(Guards, WeightsThatStayMayGoBackwardLate) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : gathering_cells()) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : gathering_shardings()) {
       Chain net(3);
-      Engine engine = shard_chain(world, cell, net, {.log = Log::silent()});
+      Engine engine = shard_chain(world, sharding, net, {.log = Log::silent()});
       const auto early = loss_of(net);
       engine.accumulate(loss_of(net));
       engine.backward(early);
@@ -74,11 +74,11 @@ TEST(Guards, ParametersKeepTheirShapeTypeAndMemory) {
                                                               [](at::Tensor& weight) {
                                                                 weight.set_data(at::zeros({6, 6}, at::kDouble));
                                                               }};
-  run_ranks(testing::cell_ranks, [&](World& world) {
-    for (const Cell& cell : cells())
+  run_ranks(testing::sharding_ranks, [&](World& world) {
+    for (const Sharding& sharding : shardings())
       for (const auto& change : changes) {
         Chain net(3);
-        Engine engine = shard_chain(world, cell, net);
+        Engine engine = shard_chain(world, sharding, net);
         engine.backward(loss_of(net));
         engine.spend_gradients();
         change(net->blocks[1]->linear->weight);
@@ -117,7 +117,8 @@ TEST(Guards, DebugFindsParametersWhoseMemoryIsOut) {
       expect_words(message_of([&] {
                      net->forward(numbers({6, 6}, 1));
                    }),
-                   {"a tensor at the seam of Unit 'block' lies in parameter 'leak.linear.weight', whose memory is out"});
+                   {"a tensor that goes into Unit 'leak' or comes out of it lies in parameter 'leak.linear.weight'",
+                    "whose memory is freed"});
     // Where the memory is in, nothing is wrong with it.
     const auto whole = engine.full_parameters();
     net->forward(numbers({6, 6}, 1));
@@ -208,13 +209,13 @@ TEST(BadInput, IsRefusedInOneLine) {
             testing::Plain net;
             shard(world.mesh({.shard = 2}), net, {.what = Sharded::parameters});
           },
-          {"the root (Plain) is no Unit", "BONFIRE_UNIT"});
+          {"the root (Plain) is not a Unit", "BONFIRE_UNIT"});
   refused(1,
           [](World& world) {
             testing::Plain net;
             shard(world.mesh({}), net, {.precision = {.outputs = at::kDouble}});
           },
-          {"the root (Plain) is no Unit", "BONFIRE_UNIT"});
+          {"the root (Plain) is not a Unit", "BONFIRE_UNIT"});
   refused(2,
           [](World& world) {
             struct Elsewhere : torch::nn::Module {
@@ -225,8 +226,13 @@ TEST(BadInput, IsRefusedInOneLine) {
           {"parameter 'weight' is on meta, but this rank computes on cpu", "model->to(world.device()) before shard()"});
   refused(2, with(1, {.precision = {.gradients = at::kBFloat16, .reduction = at::kFloat}}),
           {"precision.reduction is Float for gradients kept in BFloat16 on 2 replicas", "fewer bytes"});
-  refused(2, with(2, {.what = Sharded::parameters, .wrapping = {.apart = {{"head.weight"}}}}),
-          {"wrapping.apart names parameter 'head.weight'", "in a pipeline"});
+  refused(2,
+          with(2, {.what = Sharded::parameters,
+                   .placement =
+                       [](const std::string&, const at::Tensor&) {
+                         return plan::Placement{.shape = {4, 4}, .boxes = {Box{{0, 0}, {4, 5}}}};
+                       }}),
+          {"placement of parameter '", "[0, 0] to [4, 5] of a tensor of shape [4, 4]", "has the parameter's shape"});
   refused(2,
           [](World& world) {
             UnitSequential inner(Block(6)), net;
@@ -234,7 +240,13 @@ TEST(BadInput, IsRefusedInOneLine) {
             shard(world.mesh({.shard = 2}), net, {.what = Sharded::parameters, .wrapping = {.ignored_modules = {"0"}}});
           },
           {"Unit '0.0' (Block) lies inside the ignored module '0'"});
+  refused(2,
+          [](World& world) {
+            Chain net(3);
+            shard(world.mesh({.tensor = 2}), net);
+          },
+          {"a tensor axis of 2 ranks, but no placement"});
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::guards_test

@@ -5,16 +5,16 @@
 
 #include "tests/shard/twins.h"
 
-namespace bonfire {
+namespace bonfire::learned_order_test {
 namespace {
 
 using testing::Block;
-using testing::Cell;
 using testing::Chain;
 using testing::chain_input;
 using testing::ChainImpl;
 using testing::initialise;
 using testing::run_ranks;
+using testing::Sharding;
 using testing::Twins;
 using torch::nn::LayerNorm;
 using torch::nn::LayerNormOptions;
@@ -64,8 +64,8 @@ const std::vector<plan::BucketOptions>& bucket_sizes() {
 }
 
 // What is sharded by how many of `ranks`; with whole gradients until the last microbatch, too.
-std::vector<std::pair<Cell, Accumulation>> ways(int ranks) {
-  std::vector<std::pair<Cell, Accumulation>> all{{{1, Sharded::none}, Accumulation::sharded}};
+std::vector<std::pair<Sharding, Accumulation>> ways(int ranks) {
+  std::vector<std::pair<Sharding, Accumulation>> all{{{1, Sharded::none}, Accumulation::sharded}};
   for (int factor = 2; factor <= ranks; factor *= 2)
     for (const auto accumulation : {Accumulation::sharded, Accumulation::full})
       for (const auto what : {Sharded::optimizer, Sharded::gradients}) all.push_back({{factor, what}, accumulation});
@@ -77,9 +77,9 @@ void expect_plain_torch(const Make& make, const Loss& loss) {
   for (const int ranks : {2, 4})
     run_ranks(ranks, [&](World& world) {
       for (const auto& buckets : bucket_sizes())
-        for (auto [cell, accumulation] : ways(ranks)) {
-          cell.buckets = buckets;
-          Twins<Net> twins(world, cell, make, {.accumulation = accumulation});
+        for (auto [sharding, accumulation] : ways(ranks)) {
+          sharding.buckets = buckets;
+          Twins<Net> twins(world, sharding, make, {.accumulation = accumulation});
           for (int step = 0; step < 3; ++step) {
             twins.accumulate([&](Net& net, int rank) { return loss(net, chain_input(rank, 10 + step)); });
             twins.step([&](Net& net, int rank) { return loss(net, chain_input(rank, step)); });
@@ -132,4 +132,4 @@ TEST(LearnedOrder, OneBucketStaysWhereItIs) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::learned_order_test

@@ -11,27 +11,30 @@
 
 #include "bonfire/base/error.h"
 #include "tests/shard/twins.h"
+#include "tests/support/thrown.h"
 
-namespace bonfire {
+namespace bonfire::lifetimes_test {
 namespace {
 
 using testing::Block;
 using testing::BlockImpl;
-using testing::Cell;
-using testing::cells;
 using testing::Chain;
 using testing::chain_input;
+using testing::expect_part;
 using testing::initialise;
 using testing::numbers;
 using testing::run_ranks;
+using testing::Sharding;
+using testing::shardings;
+using testing::thrown;
 using testing::Twins;
 
-at::Tensor loss_of(Chain& net, int rank, int step = 0) {
+at::Tensor loss_at(Chain& net, int rank, int step = 0) {
   return net->forward(chain_input(rank, step), {0, 1, 2}).pow(2).mean();
 }
 
-Mesh mesh_of(const World& world, const Cell& cell) {
-  return world.mesh({.replicate = world.size() / cell.factor, .shard = cell.factor});
+Mesh mesh_of(const World& world, const Sharding& sharding) {
+  return world.mesh({.replicate = world.size() / sharding.factor, .shard = sharding.factor});
 }
 
 // Memory of modules that are gone is kept, and shows whether somebody writes to it.
@@ -61,20 +64,20 @@ struct WatchedImpl : BlockImpl {
 };
 
 TEST(Lifetimes, AModuleMayGoBeforeItsEngine) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
       std::optional<Engine> engine;
       {
         std::shared_ptr<Unit<WatchedImpl>> net(new Unit<WatchedImpl>(6));
         initialise(*net);
-        engine.emplace(shard(mesh_of(world, cell), *net, cell.options()));
+        engine.emplace(shard(mesh_of(world, sharding), *net, sharding.options()));
         engine->backward(net->forward(chain_input(world.rank(), 0)).pow(2).mean());
       }
       ASSERT_EQ(Graveyard::graves().size(), 1u);
       Sgd optimizer(*engine, {.lr = 0.1});
       optimizer.step();
       engine.reset();
-      EXPECT_TRUE(Graveyard::graves().front().untouched()) << cell.name();
+      EXPECT_TRUE(Graveyard::graves().front().untouched()) << sharding.name();
       std::free(Graveyard::graves().front().memory);
       Graveyard::graves().clear();
     }
@@ -82,13 +85,13 @@ TEST(Lifetimes, AModuleMayGoBeforeItsEngine) {
 }
 
 TEST(Lifetimes, AnEngineMayMoveUnderItsOptimizer) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
-      Twins<Chain> twins(world, cell, [] { return Chain(3); });
-      const auto loss = [](int step) { return [step](Chain& net, int rank) { return loss_of(net, rank, step); }; };
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
+      Twins<Chain> twins(world, sharding, [] { return Chain(3); });
+      const auto loss = [](int step) { return [step](Chain& net, int rank) { return loss_at(net, rank, step); }; };
       twins.step(loss(0));
       std::optional<Engine> elsewhere(std::move(twins.engine));
-      elsewhere->backward(loss_of(twins.ours, world.rank(), 1));
+      elsewhere->backward(loss_at(twins.ours, world.rank(), 1));
       twins.add(loss(1));
       twins.update();
       twins.engine = std::move(*elsewhere);
@@ -103,41 +106,69 @@ TEST(Lifetimes, AnOptimizerNoticesThatItsEngineIsGone) {
     Chain net(3);
     std::optional<Engine> engine(shard(world.mesh({}), net));
     Sgd optimizer(*engine, {.lr = 0.1});
-    engine->backward(loss_of(net, 0));
+    engine->backward(loss_at(net, 0));
     engine.reset();
     try {
       optimizer.step();
       ADD_FAILURE() << "nothing was thrown";
     } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find("the Engine of this optimizer is gone"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("the Engine or Pipeline of this optimizer is gone"), std::string::npos)
+          << error.what();
+    }
+  });
+}
+
+// Without release(): what it held whole stays, what it had shares of is gone, and whoever asks for that hears why.
+TEST(Lifetimes, AnEngineThatIsGoneIsNamed) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
+      SCOPED_TRACE(sharding.name());
+      Chain net(3);
+      initialise(*net);
+      const double before = net->head->weight.sum().item<double>();
+      { const Engine engine = shard(mesh_of(world, sharding), net, sharding.options()); }
+      const auto reading = thrown<std::exception>([&] { EXPECT_EQ(net->head->weight.sum().item<double>(), before); });
+      const auto again = thrown<std::exception>([&] { shard(world.mesh({.replicate = world.size()}), net); });
+      if (sharding.what != Sharded::parameters) {
+        EXPECT_EQ(reading, "");
+        EXPECT_EQ(again, "");
+        continue;
+      }
+      expect_part(reading, "parameter 'head.");
+      expect_part(reading,
+                  "has no memory: it was sharded by an Engine that is gone; Engine::release() gives a module its whole "
+                  "weights back before");
+      expect_part(again,
+                  "has no memory: its Unit was built in a build scope with other options than shard() was given, or "
+                  "it was sharded by an Engine that is gone");
     }
   });
 }
 
 // The module is plain torch's again, with what was learned, and can be sharded once more in another way.
 TEST(Lifetimes, AnEngineGivesParametersBackWhole) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells())
-      for (const Cell& next : {Cell{4, Sharded::parameters}, Cell{2, Sharded::optimizer}}) {
-        Twins<Chain> twins(world, cell, [] { return Chain(3); });
-        const auto loss = [](int step) { return [step](Chain& net, int rank) { return loss_of(net, rank, step); }; };
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings())
+      for (const Sharding& next : {Sharding{4, Sharded::parameters}, Sharding{2, Sharded::optimizer}}) {
+        Twins<Chain> twins(world, sharding, [] { return Chain(3); });
+        const auto loss = [](int step) { return [step](Chain& net, int rank) { return loss_at(net, rank, step); }; };
         for (int step = 0; step < 2; ++step) twins.step(loss(step));
         twins.engine.release();
-        EXPECT_LE((loss_of(twins.ours, 0) - loss_of(twins.theirs, 0)).abs().item<double>(), 1e-12) << cell.name();
+        EXPECT_LE((loss_at(twins.ours, 0) - loss_at(twins.theirs, 0)).abs().item<double>(), 1e-12) << sharding.name();
         for (const auto& parameter : twins.ours->parameters()) {
           EXPECT_TRUE(parameter.requires_grad());
           EXPECT_EQ(static_cast<std::size_t>(parameter.nbytes()), parameter.storage().nbytes());
         }
         Engine again = shard(mesh_of(world, next), twins.ours, next.options());
         Sgd optimizer(again, {.lr = Twins<Chain>::rate});
-        again.backward(loss_of(twins.ours, world.rank(), 5));
+        again.backward(loss_at(twins.ours, world.rank(), 5));
         optimizer.step();
         twins.add(loss(5));
         twins.update_theirs();
         const auto whole = again.full_parameters();
         const auto mine = twins.ours->named_parameters();
         for (const auto& item : twins.theirs->named_parameters())
-          EXPECT_LE((mine[item.key()] - item.value()).abs().max().item<double>(), 1e-12) << item.key() << cell.name();
+          EXPECT_LE((mine[item.key()] - item.value()).abs().max().item<double>(), 1e-12) << item.key() << sharding.name();
       }
   });
 }
@@ -189,4 +220,4 @@ TEST(Lifetimes, MemoryThatRunsOutHalfwayThroughFullParametersIsGivenBack) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::lifetimes_test

@@ -10,14 +10,14 @@
 #include "tests/support/small_net.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::memory_test {
 namespace {
 
 using testing::Block;
-using testing::Cell;
 using testing::divisions;
 using testing::numbers;
 using testing::run_ranks;
+using testing::Sharding;
 using testing::tiny_models;
 
 struct State {
@@ -31,7 +31,7 @@ State measured(Engine& engine, const Optimizer& optimizer) {
     for (std::size_t at = 0; at < flat->layout().regions.size(); ++at)
       state.parameters += static_cast<std::int64_t>(flat->held(at).nbytes());
     for (const auto& share : flat->trained()) {
-      if (share.low_precision.defined()) state.masters += static_cast<std::int64_t>(share.master.nbytes());
+      if (share.low_precision().defined()) state.masters += static_cast<std::int64_t>(share.master.nbytes());
       state.gradients += static_cast<std::int64_t>(flat->keeps_whole_gradients() ? flat->gradient(share.region).nbytes()
                                                                                  : share.gradient.nbytes());
     }
@@ -123,9 +123,10 @@ TEST(Memory, OfThePoolIsTheUnitsAheadAndTheOneThatRuns) {
 // The second step gathers ahead, and makes the last of the pool's buffers.
 TEST(Memory, NothingNewIsAllocatedFromTheThirdStepOn) {
   run_ranks(4, [](World& world) {
-    for (const Cell& cell : testing::cells()) {
+    for (const Sharding& sharding : testing::shardings()) {
       auto net = equal_units();
-      Engine engine = shard(world.mesh({.replicate = 4 / cell.factor, .shard = cell.factor}), net, cell.options());
+      Engine engine =
+          shard(world.mesh({.replicate = 4 / sharding.factor, .shard = sharding.factor}), net, sharding.options());
       AdamW optimizer(engine, {.lr = 0.01});
       testing::RankMemory memory;
       std::vector<std::int64_t> steps;
@@ -137,7 +138,7 @@ TEST(Memory, NothingNewIsAllocatedFromTheThirdStepOn) {
         steps.push_back(memory.allocated());
       }
       EXPECT_EQ(std::count(steps.begin() + 2, steps.end(), steps.back()), 4)
-          << cell.name() << ": " << fmt::format("{}", fmt::join(steps, " "));
+          << sharding.name() << ": " << fmt::format("{}", fmt::join(steps, " "));
     }
   });
 }
@@ -158,16 +159,17 @@ void expect_equal_peaks(const std::string& what, const Step& step) {
 
 TEST(Memory, APeakIsTheSameFromTheSecondStepOn) {
   run_ranks(4, [](World& world) {
-    for (const Cell& cell : testing::cells())
+    for (const Sharding& sharding : testing::shardings())
       for (const bool rounded : {false, true}) {
         const int microbatches = rounded ? 3 : 1;
         auto net = equal_units();
         ShardOptions options{.accumulation = rounded ? Accumulation::full : Accumulation::sharded};
         if (rounded) options.precision.parameters = at::kBFloat16;
-        Engine engine = shard(world.mesh({.replicate = 4 / cell.factor, .shard = cell.factor}), net, cell.options(options));
+        Engine engine =
+            shard(world.mesh({.replicate = 4 / sharding.factor, .shard = sharding.factor}), net, sharding.options(options));
         AdamW optimizer(engine, {.lr = 0.01});
         const auto x = numbers({64, wide}, 1, rounded ? at::kBFloat16 : at::kDouble);
-        expect_equal_peaks(fmt::format("{}, {} microbatches", cell.name(), microbatches), [&] {
+        expect_equal_peaks(fmt::format("{}, {} microbatches", sharding.name(), microbatches), [&] {
           for (int micro = 1; micro < microbatches; ++micro) engine.accumulate(net->forward(x).pow(2).mean());
           engine.backward(net->forward(x).pow(2).mean());
           optimizer.step({.clip = 1});
@@ -177,4 +179,4 @@ TEST(Memory, APeakIsTheSameFromTheSecondStepOn) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::memory_test

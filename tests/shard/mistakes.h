@@ -26,8 +26,9 @@ inline void expect_words(const std::string& message, const std::vector<std::stri
   EXPECT_EQ(message.find('\n'), std::string::npos) << message;
 }
 
-inline Engine shard_chain(const World& world, const Cell& cell, Chain& net, const ShardOptions& options = {}) {
-  return shard(world.mesh({.replicate = world.size() / cell.factor, .shard = cell.factor}), net, cell.options(options));
+inline Engine shard_chain(const World& world, const Sharding& sharding, Chain& net, const ShardOptions& options = {}) {
+  return shard(world.mesh({.replicate = world.size() / sharding.factor, .shard = sharding.factor}), net,
+               sharding.options(options));
 }
 
 inline at::Tensor loss_of(Chain& net, int step = 0) { return net->forward(chain_input(0, step), {0, 1, 2}).pow(2).mean(); }

@@ -7,15 +7,15 @@
 
 #include "tests/shard/twins.h"
 
-namespace bonfire {
+namespace bonfire::orders_test {
 namespace {
 
-using testing::Cell;
 using testing::Chain;
 using testing::chain_input;
-using testing::gathering_cells;
+using testing::gathering_shardings;
 using testing::Order;
 using testing::run_ranks;
+using testing::Sharding;
 using testing::Twins;
 
 constexpr int steps = 4;
@@ -49,10 +49,10 @@ constexpr std::chrono::milliseconds briefly{100};
 // `order_of` gives what a rank runs in a step.
 template <class OrderOf>
 void train(std::size_t length, const OrderOf& order_of, ShardOptions options = {.patience = for_ever}) {
-  run_ranks(testing::cell_ranks, [&](World& world) {
-    for (const Cell& cell : gathering_cells()) {
+  run_ranks(testing::sharding_ranks, [&](World& world) {
+    for (const Sharding& sharding : gathering_shardings()) {
       Twins<Chain> twins(
-          world, cell, [&] { return Chain(length); }, options);
+          world, sharding, [&] { return Chain(length); }, options);
       for (int step = 0; step < steps; ++step)
         twins.step(
             [&](Chain& net, int rank) { return net->forward(chain_input(rank, step), order_of(step, rank)).pow(2).mean(); });
@@ -81,7 +81,7 @@ TEST(Orders, UnitsMayRunOnceMoreOnAllRanks) {
         },
         {.patience = for_ever, .log = words.log()});
   EXPECT_TRUE(std::any_of(words.warnings.begin(), words.warnings.end(), [](const std::string& warning) {
-    return warning.starts_with("Unit 'block0' is needed once more than in the order of the first step");
+    return warning.starts_with("Unit 'block0' ran more often than in the first step");
   })) << words.warnings.size();
 }
 
@@ -103,9 +103,9 @@ TEST(Orders, RanksMayDisagreeLater) {
         {.patience = briefly, .log = words.log()});
   ASSERT_FALSE(words.warnings.empty());
   for (const auto& warning : words.warnings) {
-    EXPECT_TRUE(warning.starts_with("rank 1 needs Unit 'block7'") || warning.starts_with("rank 3 needs Unit 'block7'"))
+    EXPECT_TRUE(warning.starts_with("rank 1 runs Unit 'block7'") || warning.starts_with("rank 3 runs Unit 'block7'"))
         << warning;
-    EXPECT_NE(warning.find("where the order of the first step has 'block"), std::string::npos) << warning;
+    EXPECT_NE(warning.find("where the first step ran 'block"), std::string::npos) << warning;
   }
   const ShardOptions options{.patience = briefly, .log = Log::silent()};
   // Each rank its own.
@@ -147,9 +147,9 @@ TEST(Orders, RanksMayDisagreeAndRunUnitsOnceMore) {
 
 // Forwards with gradients that nobody differentiates: what all ranks do next waits for those that still gather.
 TEST(Orders, RanksMayMeetBetweenForwardAndBackward) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : gathering_cells()) {
-      Twins<Chain> twins(world, cell, [] { return Chain(5); }, {.patience = for_ever, .log = Log::silent()});
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : gathering_shardings()) {
+      Twins<Chain> twins(world, sharding, [] { return Chain(5); }, {.patience = for_ever, .log = Log::silent()});
       const auto run_apart = [&](int step) {
         return twins.ours->forward(chain_input(world.rank(), step), world.rank() % 2 ? all_of(5) : Order{0, 2});
       };
@@ -197,9 +197,9 @@ struct ChoicesImpl : torch::nn::Module {
 BONFIRE_UNIT(Choices);
 
 TEST(Orders, RanksMayUseDifferentParametersOfAUnit) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : testing::cells()) {
-      Twins<Choices> twins(world, cell, [] { return Choices(); }, {.patience = for_ever});
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : testing::shardings()) {
+      Twins<Choices> twins(world, sharding, [] { return Choices(); }, {.patience = for_ever});
       for (int step = 0; step < steps; ++step)
         twins.step([&](Choices& net, int rank) {
           return net->forward(chain_input(rank, step), static_cast<std::size_t>(step * rank)).pow(2).mean();
@@ -226,4 +226,4 @@ TEST(Orders, MayBeLeftToChance) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::orders_test

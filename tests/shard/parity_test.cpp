@@ -8,7 +8,7 @@
 #include "tests/support/ranks.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::parity_test {
 namespace {
 
 using testing::relative_distance;
@@ -107,4 +107,4 @@ INSTANTIATE_TEST_SUITE_P(EveryModel, Parity, ::testing::Range(std::size_t{0}, ti
                          [](const auto& info) { return std::string(tiny_models()[info.param].name); });
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::parity_test

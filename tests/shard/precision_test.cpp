@@ -9,14 +9,14 @@
 #include "tests/shard/twins.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::precision_test {
 namespace {
 
-using testing::Cell;
-using testing::cells;
 using testing::Chain;
 using testing::chain_input;
 using testing::run_ranks;
+using testing::Sharding;
+using testing::shardings;
 
 constexpr int steps = 4;
 
@@ -43,11 +43,11 @@ const std::vector<Format>& formats() {
 }
 
 // The loss of each step of a tiny llama.
-std::vector<double> curve(const World& world, const Cell& cell, const Precision& precision) {
+std::vector<double> curve(const World& world, const Sharding& sharding, const Precision& precision) {
   const auto& spec = testing::tiny_models()[3].spec;
   auto model = build_model(spec, {.seed = 5, .dtype = at::kFloat});
-  const Mesh mesh = world.mesh({.replicate = world.size() / cell.factor, .shard = cell.factor});
-  Engine engine = shard(mesh, *model, cell.options({.precision = precision, .log = Log::silent()}));
+  const Mesh mesh = world.mesh({.replicate = world.size() / sharding.factor, .shard = sharding.factor});
+  Engine engine = shard(mesh, *model, sharding.options({.precision = precision, .log = Log::silent()}));
   AdamW optimizer(engine, {.lr = 0.01});
   GradScaler scaler({.scale = 256});
   std::vector<double> losses;
@@ -62,16 +62,16 @@ std::vector<double> curve(const World& world, const Cell& cell, const Precision&
 }
 
 TEST(Precisions, FollowTheCurveOfFp32) {
-  run_ranks(testing::cell_ranks, [](World& world) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
     const auto exact = curve(world, {1, Sharded::none}, {});
     EXPECT_LT(exact.back(), 0.9 * exact.front());
-    const std::vector<Cell> where{
+    const std::vector<Sharding> where{
         {1, Sharded::none}, {2, Sharded::optimizer}, {4, Sharded::gradients}, {2, Sharded::parameters}};
     for (const auto& format : formats())
-      for (const Cell& cell : where) {
-        const auto rounded = curve(world, cell, format.precision);
+      for (const Sharding& sharding : where) {
+        const auto rounded = curve(world, sharding, format.precision);
         for (int step = 0; step < steps; ++step)
-          EXPECT_NEAR(rounded[step], exact[step], format.tolerance * exact[step]) << format.name << ", " << cell.name();
+          EXPECT_NEAR(rounded[step], exact[step], format.tolerance * exact[step]) << format.name << ", " << sharding.name();
       }
   });
 }
@@ -83,13 +83,13 @@ TEST(Precisions, GradientsAddUpInTheirOwnType) {
     at::Tensor forward(const at::Tensor& x) { return (weight * x).sum(); }
     at::Tensor weight;
   };
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells())
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings())
       for (const auto kept : {at::kFloat, at::kBFloat16}) {
         struct Root : Unit<OneImpl> {};
         Root net;
-        Engine engine = shard(world.mesh({.replicate = 4 / cell.factor, .shard = cell.factor}), net,
-                              cell.options({.precision = {.parameters = at::kBFloat16, .gradients = kept}}));
+        Engine engine = shard(world.mesh({.replicate = 4 / sharding.factor, .shard = sharding.factor}), net,
+                              sharding.options({.precision = {.parameters = at::kBFloat16, .gradients = kept}}));
         // Sixteen times less than bf16 can add to 1.
         engine.accumulate(net.forward(at::ones({8}, at::kBFloat16)));
         for (int micro = 0; micro < 31; ++micro) engine.accumulate(net.forward(at::full({8}, 0x1p-12, at::kBFloat16)));
@@ -100,19 +100,19 @@ TEST(Precisions, GradientsAddUpInTheirOwnType) {
             EXPECT_EQ(share.master.scalar_type(), at::kFloat);
             const auto got = share.gradient.to(at::kDouble).max().item<double>();
             if (got == 0) continue;  // padding
-            EXPECT_EQ(got, kept == at::kFloat ? 1 + 0x1p-7 : 1.0) << cell.name();
+            EXPECT_EQ(got, kept == at::kFloat ? 1 + 0x1p-7 : 1.0) << sharding.name();
           }
       }
   });
 }
 
 TEST(Precisions, OneRanksOverflowSkipsTheStepOfAll) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
       Chain net(3);
       net->to(at::kFloat);
-      Engine engine = shard(world.mesh({.replicate = 4 / cell.factor, .shard = cell.factor}), net,
-                            cell.options({.precision = {.parameters = at::kHalf, .scaled_loss = true}}));
+      Engine engine = shard(world.mesh({.replicate = 4 / sharding.factor, .shard = sharding.factor}), net,
+                            sharding.options({.precision = {.parameters = at::kHalf, .scaled_loss = true}}));
       AdamW optimizer(engine, {.lr = 0.01});
       GradScaler scaler({.scale = 64});
       const auto weights = [&] {
@@ -127,8 +127,8 @@ TEST(Precisions, OneRanksOverflowSkipsTheStepOfAll) {
         const auto loss =
             net->forward(chain_input(world.rank(), step).to(at::kHalf), {0, 1, 2}).to(at::kFloat).pow(2).mean();
         engine.backward(scaler.scale(overflows ? loss * std::numeric_limits<float>::infinity() : loss));
-        EXPECT_EQ(optimizer.step({.scaler = &scaler}).skipped, step == 1) << cell.name();
-        EXPECT_EQ(at::equal(before, weights()), step == 1) << cell.name();
+        EXPECT_EQ(optimizer.step({.scaler = &scaler}).skipped, step == 1) << sharding.name();
+        EXPECT_EQ(at::equal(before, weights()), step == 1) << sharding.name();
       }
       EXPECT_EQ(scaler.scale(), 32);
       EXPECT_EQ(optimizer.steps(), 2);
@@ -215,4 +215,4 @@ TEST(Precisions, InputsAreCastHoweverTheModelIsSharded) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::precision_test

@@ -4,17 +4,17 @@
 #include "bonfire/nn/sequential.h"
 #include "tests/shard/twins.h"
 
-namespace bonfire {
+namespace bonfire::scopes_test {
 namespace {
 
 using testing::Block;
-using testing::Cell;
-using testing::cells;
 using testing::Chain;
 using testing::chain_input;
 using testing::initialise;
 using testing::numbers;
 using testing::run_ranks;
+using testing::Sharding;
+using testing::shardings;
 using testing::Twins;
 
 const testing::Order order{0, 1, 2};
@@ -22,9 +22,9 @@ const testing::Order order{0, 1, 2};
 at::Tensor loss_of(Chain& net, int rank, int step) { return net->forward(chain_input(rank, step), order).pow(2).mean(); }
 
 TEST(FullParameters, CanBeReadAndChanged) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
-      Twins<Chain> twins(world, cell, [] { return Chain(3); });
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
+      Twins<Chain> twins(world, sharding, [] { return Chain(3); });
       const auto change = [](Chain& net) {
         const at::NoGradGuard no_grad;
         net->blocks[1]->linear->weight.mul_(0.5);
@@ -50,9 +50,9 @@ TEST(FullParameters, CanBeReadAndChanged) {
 }
 
 TEST(FullParameters, ScopesMayNestAndModelsRunInsideThem) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
-      Twins<Chain> twins(world, cell, [] { return Chain(3); }, {.log = Log::silent()});
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
+      Twins<Chain> twins(world, sharding, [] { return Chain(3); }, {.log = Log::silent()});
       for (int step = 0; step < 3; ++step) {
         twins.step([&](Chain& net, int rank) { return loss_of(net, rank, step); });
         const auto outer = twins.engine.full_parameters();
@@ -104,10 +104,10 @@ TEST(FullParameters, ChangesKeepTheMastersOfTheRest) {
 
 // Rank r has r + 1 batches, each of `microbatches` parts; those that have none take part in the others' steps.
 TEST(UnevenInputs, AverageOverTheRanksThatHaveData) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells())
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings())
       for (const int microbatches : {1, 3}) {
-        Twins<Chain> twins(world, cell, [] { return Chain(3); }, {.uneven_inputs = true, .log = Log::silent()});
+        Twins<Chain> twins(world, sharding, [] { return Chain(3); }, {.uneven_inputs = true, .log = Log::silent()});
         const auto number = [&](int step, int micro) { return 10 * step + micro; };
         for (int step = 0; step <= world.rank(); ++step) {
           for (int micro = 0; micro + 1 < microbatches; ++micro)
@@ -144,23 +144,23 @@ struct NormNetImpl : torch::nn::Module {
 BONFIRE_UNIT(NormNet);
 
 TEST(Buffers, AreThoseOfRankZero) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells())
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings())
       for (const bool kept_equal : {true, false}) {
         NormNet net;
-        Engine engine = shard(world.mesh({.replicate = 4 / cell.factor, .shard = cell.factor}), net,
-                              cell.options({.keep_buffers_equal = kept_equal}));
+        Engine engine = shard(world.mesh({.replicate = 4 / sharding.factor, .shard = sharding.factor}), net,
+                              sharding.options({.keep_buffers_equal = kept_equal}));
         engine.backward(net->forward(numbers({4, 6}, static_cast<std::uint64_t>(world.rank()))).pow(2).mean());
         const double mean = net->norm->running_mean.sum().item<double>();
-        EXPECT_EQ(world.group().max(mean) == -world.group().max(-mean), kept_equal) << cell.name();
+        EXPECT_EQ(world.group().max(mean) == -world.group().max(-mean), kept_equal) << sharding.name();
         EXPECT_EQ(net->norm->num_batches_tracked.item<std::int64_t>(), 1);
       }
   });
 }
 
 TEST(Start, BroadcastsOrRefuses) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
       const auto make = [&] {
         NormNet net;
         const at::NoGradGuard no_grad;
@@ -168,16 +168,16 @@ TEST(Start, BroadcastsOrRefuses) {
         net->norm->running_mean.add_(world.rank());
         return net;
       };
-      const Mesh mesh = world.mesh({.replicate = 4 / cell.factor, .shard = cell.factor});
+      const Mesh mesh = world.mesh({.replicate = 4 / sharding.factor, .shard = sharding.factor});
       auto net = make();
-      Engine engine = shard(mesh, net, cell.options());
+      Engine engine = shard(mesh, net, sharding.options());
       engine.check_equal();
       EXPECT_EQ(net->norm->running_mean.sum().item<double>(), 0);
       const auto whole = engine.full_parameters();
       EXPECT_TRUE(at::equal(net->block->gain, NormNet()->block->gain));
       try {
         auto other = make();
-        shard(mesh, other, cell.options({.start = Start::check}));
+        shard(mesh, other, sharding.options({.start = Start::check}));
         ADD_FAILURE();
       } catch (const std::exception& error) {
         EXPECT_NE(std::string(error.what()).find("parameter 'block.gain' differs between rank 0 and rank 1"),
@@ -218,9 +218,9 @@ struct SizesImpl : torch::nn::Module {
 BONFIRE_UNIT(Sizes);
 
 TEST(Sizes, NeedNotDivide) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
-      Twins<Sizes> twins(world, cell, [] { return Sizes(); });
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
+      Twins<Sizes> twins(world, sharding, [] { return Sizes(); });
       for (int step = 0; step < 3; ++step)
         twins.step([&](Sizes& net, int rank) { return net->forward(chain_input(rank, step)).sin().sum(); });
       twins.expect_equal();
@@ -238,4 +238,4 @@ TEST(Sizes, NeedNotDivide) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::scopes_test

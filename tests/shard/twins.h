@@ -35,7 +35,7 @@ inline void initialise(torch::nn::Module& net, at::ScalarType dtype = at::kDoubl
 }
 
 // One way to divide four ranks.
-struct Cell {
+struct Sharding {
   int factor = 1;
   Sharded what = Sharded::none;
   ReshardAfterForward reshard = true;
@@ -55,20 +55,20 @@ struct Cell {
   }
 };
 
-inline constexpr int cell_ranks = 4;
+inline constexpr int sharding_ranks = 4;
 
 // Everything that can be sharded, once; and parameters, which come and go, in all their ways.
-inline const std::vector<Cell>& gathering_cells() {
-  static const std::vector<Cell> all{{2, Sharded::parameters, true, 0},
-                                     {4, Sharded::parameters, true, 2},
-                                     {4, Sharded::parameters, false, 1},
-                                     {4, Sharded::parameters, 2, 1}};
+inline const std::vector<Sharding>& gathering_shardings() {
+  static const std::vector<Sharding> all{{2, Sharded::parameters, true, 0},
+                                         {4, Sharded::parameters, true, 2},
+                                         {4, Sharded::parameters, false, 1},
+                                         {4, Sharded::parameters, 2, 1}};
   return all;
 }
-inline const std::vector<Cell>& cells() {
-  static const std::vector<Cell> all = [] {
-    std::vector<Cell> list{{1, Sharded::none}, {2, Sharded::optimizer}, {4, Sharded::gradients}};
-    list.insert(list.end(), gathering_cells().begin(), gathering_cells().end());
+inline const std::vector<Sharding>& shardings() {
+  static const std::vector<Sharding> all = [] {
+    std::vector<Sharding> list{{1, Sharded::none}, {2, Sharded::optimizer}, {4, Sharded::gradients}};
+    list.insert(list.end(), gathering_shardings().begin(), gathering_shardings().end());
     return list;
   }();
   return all;
@@ -78,15 +78,15 @@ template <class Net>
 class Twins {
  public:
   template <class Make>
-  Twins(const World& world, const Cell& cell, const Make& make, ShardOptions options = {})
+  Twins(const World& world, const Sharding& sharding, const Make& make, ShardOptions options = {})
       : rank(world.rank()),
         size(world.size()),
         ours(make()),
         theirs(make()),
-        engine(shard(world.mesh({.replicate = world.size() / cell.factor, .shard = cell.factor}), ours,
-                     cell.options(std::move(options)))),
+        engine(shard(world.mesh({.replicate = world.size() / sharding.factor, .shard = sharding.factor}), ours,
+                     sharding.options(std::move(options)))),
         optimizer(engine, {.lr = rate}),
-        name_(cell.name()) {}
+        name_(sharding.name()) {}
 
   // `loss` is called with a net and the rank whose part of the work is meant.
   template <class Loss>

@@ -3,17 +3,17 @@
 
 #include "tests/shard/twins.h"
 
-namespace bonfire {
+namespace bonfire::tying_test {
 namespace {
 
 using testing::Block;
-using testing::Cell;
-using testing::cells;
 using testing::Chain;
 using testing::chain_input;
-using testing::gathering_cells;
+using testing::gathering_shardings;
 using testing::initialise;
 using testing::run_ranks;
+using testing::Sharding;
+using testing::shardings;
 using testing::Twins;
 using torch::nn::Linear;
 
@@ -60,10 +60,10 @@ struct TiedImpl : torch::nn::Module {
 BONFIRE_UNIT(Tied);
 
 TEST(Tying, ReachesAcrossUnits) {
-  run_ranks(testing::cell_ranks, [](World& world) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
     for (const Tie tie : {Tie::tensor, Tie::memory})
-      for (const Cell& cell : cells()) {
-        Twins<Tied> twins(world, cell, [&] { return Tied(tie); });
+      for (const Sharding& sharding : shardings()) {
+        Twins<Tied> twins(world, sharding, [&] { return Tied(tie); });
         for (int step = 0; step < steps; ++step)
           twins.step([&](Tied& net, int rank) {
             return net->forward(at::arange(5).mul(3 + rank).add(step).remainder(words)).pow(2).mean();
@@ -92,9 +92,9 @@ struct SecondNameImpl : torch::nn::Module {
 BONFIRE_UNIT(SecondName);
 
 TEST(Tying, MicrobatchesAddUpUnderAnyName) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
-      Twins<SecondName> twins(world, cell, [] { return SecondName(); });
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
+      Twins<SecondName> twins(world, sharding, [] { return SecondName(); });
       for (int step = 0; step < steps; ++step) {
         const auto loss = [&](int microbatch) {
           return [=](SecondName& net, int rank) {
@@ -111,8 +111,8 @@ TEST(Tying, MicrobatchesAddUpUnderAnyName) {
 
 // Ignored parameters stay where they were, whole and each rank's own.
 TEST(Ignored, StaysUntouchedAndLocal) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
       Chain net(4);
       {
         const at::NoGradGuard no_grad;
@@ -123,8 +123,8 @@ TEST(Ignored, StaysUntouchedAndLocal) {
       std::vector<const void*> memory;
       for (const auto& parameter : ignored) memory.push_back(parameter.data_ptr());
       Engine engine =
-          shard(world.mesh({.replicate = 4 / cell.factor, .shard = cell.factor}), net,
-                cell.options({.wrapping = {.ignored_modules = {"block1"}, .ignored_parameters = {"head.bias"}}}));
+          shard(world.mesh({.replicate = 4 / sharding.factor, .shard = sharding.factor}), net,
+                sharding.options({.wrapping = {.ignored_modules = {"block1"}, .ignored_parameters = {"head.bias"}}}));
       Sgd optimizer(engine, {.lr = 0.1});
       for (int step = 0; step < steps; ++step) {
         for (const auto& parameter : ignored) parameter.mutable_grad().reset();
@@ -177,10 +177,10 @@ TEST(Wrapped, InEveryWayTrainsAlike) {
       {{.min_parameters = 50}, 3},
       {{.predicate = [](const std::string& path, torch::nn::Module&) { return path.starts_with("left"); }}, 4},
       {{.all_in_one = true}, 1}};
-  run_ranks(testing::cell_ranks, [&](World& world) {
+  run_ranks(testing::sharding_ranks, [&](World& world) {
     for (const auto& [wrapping, units] : ways)
-      for (const Cell& cell : gathering_cells()) {
-        Twins<Tree> twins(world, cell, [] { return Tree(); }, {.wrapping = wrapping});
+      for (const Sharding& sharding : gathering_shardings()) {
+        Twins<Tree> twins(world, sharding, [] { return Tree(); }, {.wrapping = wrapping});
         EXPECT_EQ(twins.engine.flats().size(), units);
         for (int step = 0; step < steps; ++step)
           twins.step([&](Tree& net, int rank) { return net->forward(chain_input(rank, step)).pow(2).mean(); });
@@ -190,4 +190,4 @@ TEST(Wrapped, InEveryWayTrainsAlike) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::tying_test

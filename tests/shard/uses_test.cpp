@@ -7,19 +7,19 @@
 
 #include "tests/shard/twins.h"
 
-namespace bonfire {
+namespace bonfire::uses_test {
 namespace {
 
 using testing::Block;
-using testing::Cell;
-using testing::cells;
 using testing::Chain;
 using testing::chain_input;
 using testing::ChainImpl;
-using testing::gathering_cells;
+using testing::gathering_shardings;
 using testing::initialise;
 using testing::numbers;
 using testing::run_ranks;
+using testing::Sharding;
+using testing::shardings;
 using testing::Twins;
 using torch::nn::Linear;
 
@@ -30,10 +30,10 @@ at::Tensor mean_square(const at::Tensor& x) { return x.pow(2).mean(); }
 
 // `loss` gets a net, a rank and a step.
 template <class Net, class Make, class Loss>
-void train(const Make& make, const Loss& loss, const std::vector<Cell>& where = cells()) {
-  run_ranks(testing::cell_ranks, [&](World& world) {
-    for (const Cell& cell : where) {
-      Twins<Net> twins(world, cell, make);
+void train(const Make& make, const Loss& loss, const std::vector<Sharding>& where = shardings()) {
+  run_ranks(testing::sharding_ranks, [&](World& world) {
+    for (const Sharding& sharding : where) {
+      Twins<Net> twins(world, sharding, make);
       for (int step = 0; step < steps; ++step) twins.step([&](Net& net, int rank) { return loss(net, rank, step); });
       twins.expect_equal();
     }
@@ -48,10 +48,10 @@ TEST(Uses, SeveralInOneForward) {
 
 // A second backward through the same graph has as many uses to wait for as the first.
 TEST(Uses, SeveralInARetainedGraph) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells())
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings())
       for (const auto& order : std::vector<testing::Order>{{0, 1, 2}, {0, 0}, {0, 1, 0, 1}}) {
-        Twins<Chain> twins(world, cell, [] { return Chain(3); });
+        Twins<Chain> twins(world, sharding, [] { return Chain(3); });
         for (int step = 0; step < steps; ++step) {
           const auto loss = [&](Chain& net, int rank) { return mean_square(net->forward(chain_input(rank, step), order)); };
           const auto ours = loss(twins.ours, world.rank());
@@ -328,14 +328,14 @@ TEST(Uses, ForbiddenChangesInPlaceAreStillNoticed) {
 }
 
 TEST(Uses, ForwardsThatNobodyDifferentiates) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
-      Twins<Chain> twins(world, cell, [] { return Chain(4); });
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
+      Twins<Chain> twins(world, sharding, [] { return Chain(4); });
       const auto evaluate = [&](int step) {
         const at::NoGradGuard no_grad;
         const auto x = chain_input(world.rank(), step);
         const auto mine = twins.ours->forward(x, {0, 1, 2, 3});
-        EXPECT_LE((mine - twins.theirs->forward(x, {0, 1, 2, 3})).abs().max().item<double>(), 1e-12) << cell.name();
+        EXPECT_LE((mine - twins.theirs->forward(x, {0, 1, 2, 3})).abs().max().item<double>(), 1e-12) << sharding.name();
         // Other Units than in training, and in another order.
         twins.ours->forward(x, {2, 0});
       };
@@ -355,9 +355,9 @@ TEST(Uses, ForwardsThatNobodyDifferentiates) {
 
 // What a forward between backward and update has gathered is older than the update.
 TEST(Uses, ForwardsBeforeAnUpdateLeaveNothingBehind) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
-      Twins<Chain> twins(world, cell, [] { return Chain(4); });
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
+      Twins<Chain> twins(world, sharding, [] { return Chain(4); });
       for (int step = 0; step < 4; ++step) {
         twins.backward([&](Chain& net, int rank) {
           return mean_square(net->forward(chain_input(rank, step), {0, 1, 2, 3}));
@@ -371,9 +371,9 @@ TEST(Uses, ForwardsBeforeAnUpdateLeaveNothingBehind) {
 }
 
 TEST(Uses, OneGraphMayGoBackwardTwice) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells()) {
-      Twins<Chain> twins(world, cell, [] { return Chain(4); });
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings()) {
+      Twins<Chain> twins(world, sharding, [] { return Chain(4); });
       for (int step = 0; step < steps; ++step) {
         const auto outputs = twins.ours->forward(chain_input(world.rank(), step), {0, 1, 2, 3});
         twins.engine.accumulate(mean_square(outputs), {.retain_graph = true});
@@ -431,10 +431,10 @@ struct FragileNetImpl : torch::nn::Module {
 BONFIRE_UNIT(FragileNet);
 
 TEST(Uses, TrainingGoesOnAfterAnException) {
-  run_ranks(testing::cell_ranks, [](World& world) {
-    for (const Cell& cell : cells())
+  run_ranks(testing::sharding_ranks, [](World& world) {
+    for (const Sharding& sharding : shardings())
       for (const bool accumulate : {false, true}) {
-        Twins<FragileNet> twins(world, cell, [] { return FragileNet(); });
+        Twins<FragileNet> twins(world, sharding, [] { return FragileNet(); });
         for (int step = 0; step < 5; ++step) {
           const auto where = std::vector<std::string>{"forward", "backward"}[static_cast<std::size_t>(step % 2)];
           const auto input = chain_input(world.rank(), step + 30);
@@ -444,7 +444,7 @@ TEST(Uses, TrainingGoesOnAfterAnException) {
                 twins.engine.backward(mean_square(twins.ours->forward(input, where, false)));
               },
               std::exception)
-              << cell.name();
+              << sharding.name();
           twins.engine.spend_gradients();
           if (step == 3) {
             const at::NoGradGuard no_grad;
@@ -461,4 +461,4 @@ TEST(Uses, TrainingGoesOnAfterAnException) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::uses_test

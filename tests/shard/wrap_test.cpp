@@ -16,7 +16,7 @@
 #include "bonfire/nn/sequential.h"
 #include "bonfire/nn/unit.h"
 
-namespace bonfire {
+namespace bonfire::wrap_test {
 namespace {
 
 using at::Tensor;
@@ -297,7 +297,7 @@ TEST(Wrap, IgnoredStaysTheUsers) {
   const Wrapping without_blocks{.types = {"Head"}, .ignored_modules = {"blocks"}};
   EXPECT_EQ(names_of(*model, without_blocks), (Groups{{"", {"weight"}}, {"head", {"head.weight"}}}));
   ASSERT_EQ(buffers_of(*model, without_blocks).size(), 1U);
-  EXPECT_TRUE(buffers_of(*model, without_blocks)[0].is_same(model->statistics));
+  EXPECT_TRUE(buffers_of(*model, without_blocks)[0].tensor.is_same(model->statistics));
 
   const Tensor shared = at::ones({4, 2});
   City city = city_of(shared, {}, shared, {});
@@ -345,20 +345,20 @@ TEST(Wrap, BadInputIsRefusedInOneLine) {
   EXPECT_EQ(refusal(*model, {.ignored_parameters = {"tokenizer.table.of.merges"}}),
             "ignored parameter 'tokenizer.table.of.merges' does not exist");
   EXPECT_EQ(refusal(*model, {.types = {"Blok"}}),
-            "wrapping type 'Blok' is no Unit of this module; there are: Block, Head, Inner, Model");
+            "wrapping type 'Blok' is not a Unit of this module; there are: Block, Head, Inner, Model");
   Linear linear(1, 1);
-  EXPECT_EQ(refusal(*linear, {.types = {"Linear"}}), "wrapping type 'Linear' is no Unit of this module; there are: none");
+  EXPECT_EQ(refusal(*linear, {.types = {"Linear"}}), "wrapping type 'Linear' is not a Unit of this module; there are: none");
   EXPECT_EQ(refusal(*model, {.min_parameters = -1}), "wrapping min_parameters is -1; allowed: 0 and more");
   const auto any = [](const std::string&, torch::nn::Module&) { return true; };
   EXPECT_EQ(refusal(*model, {.types = {"Block"}, .predicate = any}),
-            "wrapping has a predicate beside types or min_parameters: it stands in their place; choose one");
+            "wrapping has both a predicate and types or min_parameters, which the predicate replaces: choose one");
   EXPECT_EQ(refusal(*model, {.min_parameters = 3, .all_in_one = true}),
-            "wrapping has all_in_one beside types, min_parameters or a predicate: it stands in their place; choose one");
+            "wrapping has both all_in_one and types, min_parameters or a predicate, which all_in_one replaces: choose one");
   Unmarked unmarked;
   EXPECT_EQ(refusal([&] { require_marked_root(unmarked); }),
-            "the root (Unmarked) is no Unit, so nothing tells when it runs: declare it with BONFIRE_UNIT");
+            "the root (Unmarked) is not a Unit, so the engine is not told when it runs: declare it with BONFIRE_UNIT");
   EXPECT_EQ(refusal([&] { require_marked_root(*model); }), "nothing was refused");
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::wrap_test
