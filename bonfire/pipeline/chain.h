@@ -30,7 +30,7 @@ struct Microbatch {
   std::uint64_t step = 0;         // the same
   // What its loss weighs in the mean: of how many targets that loss is a mean, where some are masked. 0: it does not count,
   // as one that makes up the number on a rank that has run out of data. Said of all microbatches on all ranks, or of none:
-  // then samples weigh alike.
+  // then samples weigh alike, and an int64 target of -100 is an error, where it is on the CPU.
   std::optional<double> weight{};
 
   std::int64_t samples() const { return input.front().size(0); }

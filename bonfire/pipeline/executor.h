@@ -21,8 +21,20 @@ class Executor {
  public:
   using Stages = std::map<int, std::unique_ptr<Stage>>;
 
+  struct Cell {
+    schedule::Action action;
+    int peer = -1;            // of a message
+    BackwardKind backward{};  // of a backward, or its weight half
+    bool first_of_tie = false;
+  };
+  // `peer_of`: the rank at the other end of a message.
+  static std::vector<Cell> prepared(const std::vector<schedule::Action>& row,
+                                    const std::function<int(const schedule::Action&)>& peer_of);
+
   // REQUIRES: the table is valid and has every message; `stages` are those of the rank. All outlive this.
   Executor(const schedule::Schedule& table, int rank, Stages& stages, const Links& links, Ties& ties);
+  // For cells that come piece by piece. REQUIRES: together they are a row of such a table.
+  Executor(Stages& stages, const Links& links, Ties& ties);
 
   struct Step {
     const std::vector<Microbatch>& microbatches;
@@ -30,22 +42,32 @@ class Executor {
     double loss_scale = 1;                    // gradients are those of so many times the mean
     std::function<void(int stage)> update{};  // called in update cells, with the gradients of the stage complete
     CellObserver observe{};
+    int first = 0;  // the number of the first microbatch, where they come piece by piece
+    // Where somebody wants them of each microbatch: what the last stage returned.
+    std::function<void(int microbatch, const at::Tensor& numbers)> report{};
+
+    const Microbatch& microbatch(int number) const { return microbatches[static_cast<std::size_t>(number - first)]; }
+    double weight(int number) const { return weights[static_cast<std::size_t>(number - first)]; }
   };
   // The weighted means of what the last stage returned; empty on other ranks. What weighs nothing is left out, whatever it
   // is. Collective.
   at::Tensor run(const Step& step);
+
+  // --- Piece by piece.
+  // One cell; `place`: where it is in the step, as often as there are such places.
+  void execute(const Cell& cell, std::size_t place, const Step& step);
+  // Gradients of microbatches up to this one have been received by those they were sent to.
+  void gradients_received(int microbatch);
+  // Waits for what was sent.
+  void finish();
+  // Something threw.
+  void forget(const std::string& why);
 
   // Of the last run.
   const std::vector<ExecutedCell>& executed() const { return executed_; }
   int peak_activations() const { return peak_; }
 
  private:
-  struct Cell {
-    schedule::Action action;
-    int peer = -1;                // of a message
-    Engine::GradientPass pass{};  // of a backward, or its weight half
-    bool first_of_tie = false;
-  };
   using Slot = Inbox::Slot;
 
   // What goes to another rank is kept until it is there.
@@ -57,7 +79,7 @@ class Executor {
   };
 
   void await_arrival(const schedule::Action& action);
-  void execute(const Cell& cell, std::size_t at, const Step& step);
+  void perform(const Cell& cell, std::size_t at, const Step& step);
   void forward(const Cell& cell, const Step& step);
   void backward(const Cell& cell, const Step& step);
   void send(const Cell& cell, std::map<Slot, Tensors>& from, const Step& step);
@@ -65,7 +87,6 @@ class Executor {
   Tensors gradients_for(Stage& stage, int microbatch, const Step& step);
   void drop_sent();
   void drop_values(const Slot& slot);
-  void forget(const std::string& why);
 
   Stages& stages_;
   const Links& links_;

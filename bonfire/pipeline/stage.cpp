@@ -15,7 +15,6 @@ namespace bonfire {
 namespace {
 
 ShardOptions options_for(const Stage::Place& place, ShardOptions options) {
-  options.driven = true;
   // What is said of the model's outputs is not said of what goes from stage to stage.
   if (!place.last()) options.precision.outputs.reset();
   return options;
@@ -45,16 +44,20 @@ Tensors filled(Tensors gradients, const Tensors& inputs) {
 
 }  // namespace
 
-Stage::Stage(const Place& place, StageModule module, const Mesh& mesh, ShardOptions options)
-    : place_(place), module_(std::move(module)), engine_(mesh, *module_.module, options_for(place, std::move(options))) {}
+Stage::Stage(const Place& place, StageModule module, const DataGroups& groups, ShardOptions options,
+             std::shared_ptr<EngineMemory> memory)
+    : place_(place),
+      module_(std::move(module)),
+      engine_(ScheduleDriver::engine(groups, *module_.module, options_for(place, std::move(options)), std::move(memory))),
+      driver_(ScheduleDriver::of(engine_)) {}
 
-std::string Stage::name() const {
-  if (place_.units.count() == 1) return fmt::format("stage {} (Unit {})", place_.number, place_.units.begin);
-  return fmt::format("stage {} (Units {}..{})", place_.number, place_.units.begin, place_.units.end - 1);
+std::string Stage::Place::name() const {
+  if (units.count() == 1) return fmt::format("stage {} (Unit {})", number, units.begin);
+  return fmt::format("stage {} (Units {}..{})", number, units.begin, units.end - 1);
 }
 
 Tensors Stage::run(Tensors values, const Microbatch& microbatch) {
-  engine_.await_parameters();
+  driver_.await_parameters();
   auto outputs = module_.forward(std::move(values), microbatch);
   require(!outputs.empty(), "{}: forward returned nothing; a stage returns at least one tensor", name());
   if (!place_.last()) return outputs;
@@ -177,6 +180,7 @@ Tensors Stage::forward(int number, Tensors values, const Microbatch& microbatch)
 Tensors Stage::evaluate(int number, Tensors values, const Microbatch& microbatch) {
   const at::NoGradGuard no_grad;
   auto outputs = run(std::move(values), microbatch);
+  driver_.end_evaluation();
   check_outgoing(number, outputs, microbatch);
   return outputs;
 }
@@ -189,29 +193,29 @@ Stage::Activation& Stage::activation(int number) {
 
 at::Tensor Stage::loss_gradient(int number, double factor) { return at::full_like(activation(number).loss, factor); }
 
-Tensors Stage::backward(int number, const Tensors& gradients, const Engine::GradientPass& pass) {
-  engine_.await_parameters();
-  engine_.begin_gradients(pass);
+Tensors Stage::backward(int number, const Tensors& gradients, const BackwardKind& how) {
+  driver_.await_parameters();
+  driver_.begin_gradients(how);
   const auto graph = std::move(activation(number).graph);
   auto of_inputs = filled(whole_backward(graph, gradients), graph.inputs);
   activations_.erase(number);
-  engine_.end_gradients();
+  driver_.end_gradients();
   return of_inputs;
 }
 
 Tensors Stage::input_gradient(int number, const Tensors& gradients) {
-  engine_.await_parameters();
+  driver_.await_parameters();
   auto& at = activation(number);
   const auto graph = std::move(at.graph);
   return filled(input_half(graph, gradients, at.weights), graph.inputs);
 }
 
-void Stage::weight_gradient(int number, const Engine::GradientPass& pass) {
-  engine_.await_parameters();
-  engine_.begin_gradients(pass);
+void Stage::weight_gradient(int number, const BackwardKind& how) {
+  driver_.await_parameters();
+  driver_.begin_gradients(how);
   weight_half(std::move(activation(number).weights));
   activations_.erase(number);
-  engine_.end_gradients();
+  driver_.end_gradients();
 }
 
 }  // namespace bonfire

@@ -12,6 +12,7 @@
 #include "bonfire/pipeline/halves.h"
 #include "bonfire/pipeline/links.h"
 #include "bonfire/shard/engine.h"
+#include "bonfire/shard/schedule_driver.h"
 
 namespace bonfire {
 
@@ -25,14 +26,19 @@ class Stage {
 
     bool first() const { return number == 0; }
     bool last() const { return number + 1 == stages; }
+    std::string name() const;  // "stage 2 (Units 4..5)", for messages
   };
 
-  Stage(const Place& place, StageModule module, const Mesh& mesh, ShardOptions options);
+  // `groups`: the ranks that hold this stage. `memory`: shared by the stages of this rank.
+  Stage(const Place& place, StageModule module, const DataGroups& groups, ShardOptions options,
+        std::shared_ptr<EngineMemory> memory);
 
   const Place& place() const { return place_; }
   Engine& engine() { return engine_; }
+  // The verbs by which the schedule takes its parameters and gradients through a step.
+  ScheduleDriver& driver() { return driver_; }
   torch::nn::Module& module() { return *module_.module; }
-  std::string name() const;  // "stage 2 (Units 4..5)", for messages
+  std::string name() const { return place_.name(); }
 
   // What comes in for one sample, and what goes out, of microbatches of a form; of the first and the last stage, nothing.
   // A probe tells, or the first forward of the form; the stage before tells what comes in.
@@ -66,9 +72,9 @@ class Stage {
   // those of the ones that came in.
   // Of a last stage: where backward begins.
   at::Tensor loss_gradient(int number, double factor);
-  Tensors backward(int number, const Tensors& gradients, const Engine::GradientPass& pass);
+  Tensors backward(int number, const Tensors& gradients, const BackwardKind& how);
   Tensors input_gradient(int number, const Tensors& gradients);
-  void weight_gradient(int number, const Engine::GradientPass& pass);
+  void weight_gradient(int number, const BackwardKind& how);
 
   int live() const { return static_cast<int>(activations_.size()); }  // forwards whose backward has yet to end
   void forget() { activations_.clear(); }
@@ -88,6 +94,7 @@ class Stage {
   Place place_;
   StageModule module_;
   Engine engine_;
+  ScheduleDriver& driver_;
   std::map<Form, Crossing> incoming_, outgoing_;
   std::set<Form> announced_in_, announced_out_;
   Form probed_;

@@ -11,23 +11,26 @@
 #include <torch/nn/module.h>
 
 #include "bonfire/base/error.h"
-#include "bonfire/pipeline/hear.h"
+#include "bonfire/comm/hear.h"
 #include "bonfire/shard/engine.h"
 #include "bonfire/shard/freed_storage.h"
 
 namespace bonfire {
 namespace {
 
-bool holds(const FlatParameter& flat, const std::string& name) {
-  const auto& segments = flat.layout().segments;
-  return std::any_of(segments.begin(), segments.end(), [&](const auto& segment) { return segment.name == name; });
-}
+// What weight `weight` of group `group` is called on all of its stages.
+std::string tie_of(std::size_t group, std::size_t weight) { return fmt::format("{}.{}", group, weight); }
 
-// The buffer of its own that a group's weights have in every engine.
-FlatParameter& flat_of(Engine& engine, const std::string& name) {
+// A tied weight has a region of its own in one of the buffers of its stage.
+struct Home {
+  FlatParameter* flat = nullptr;
+  std::size_t region = 0;
+};
+Home home_of(Engine& engine, const std::string& tie) {
   for (auto& flat : engine.flats())
-    if (holds(*flat, name)) return *flat;
-  fail("the tied weight '{}' is not among the parameters of its stage", name);
+    for (std::size_t at = 0; at < flat->layout().regions.size(); ++at)
+      if (flat->layout().regions[at].tie == tie) return {flat.get(), at};
+  fail("the tied weight {} is not among the parameters of its stage", tie);
 }
 
 bool same_tensor(const at::Tensor& one, const at::Tensor& other) {
@@ -60,6 +63,9 @@ std::vector<TieGroup> tie_groups(const Chain& chain, const std::vector<UnitRange
     auto& group = groups[on];
     group.stages = on;
     for (const auto& [stage, name] : uses) group.names[stage].push_back(name);
+    const auto first = std::min_element(tied.uses.begin(), tied.uses.end(),
+                                        [](const auto& one, const auto& other) { return one.unit < other.unit; });
+    group.in_model.push_back(first->parameter);
   }
   std::vector<TieGroup> list;
   for (auto& [on, group] : groups) list.push_back(std::move(group));
@@ -203,18 +209,34 @@ void Ties::copy_first() const {
   }
 }
 
+plan::Placement Ties::placement(int stage, const std::string& name, plan::Placement given) const {
+  for (std::size_t number = 0; number < groups_.size(); ++number) {
+    const auto& group = groups_[number];
+    if (!group.names.contains(stage)) continue;
+    const auto& names = group.of(stage);
+    const auto weight = static_cast<std::size_t>(std::find(names.begin(), names.end(), name) - names.begin());
+    if (weight == names.size()) continue;
+    const auto& [first, last] = std::pair(group.stages.begin(), group.stages.end());
+    given.name = group.in_model[weight];
+    given.tie = tie_of(number, weight);
+    given.copy = given.copy * static_cast<int>(last - first) + static_cast<int>(std::find(first, last, stage) - first);
+    break;
+  }
+  return given;
+}
+
 void Ties::require_same_layout(const std::map<int, Engine*>& engines, at::Device device) const {
   if (groups_.empty()) return;
   const auto words = heard(
       [&](int stage) {
         Words lines;
-        for (const auto& group : groups_) {
-          if (!group.names.contains(stage)) continue;
-          const auto& layout = flat_of(*engines.at(stage), group.of(stage).front()).layout();
-          std::string line;
-          for (const auto& region : layout.regions) line += fmt::format("{} ", region.trained ? region.elements : 0);
-          for (const auto& segment : layout.segments) line += fmt::format("{}:{} ", segment.region, segment.offset);
-          lines.push_back(line);
+        for (std::size_t group = 0; group < groups_.size(); ++group) {
+          if (!groups_[group].names.contains(stage)) continue;
+          for (std::size_t weight = 0; weight < groups_[group].weights(); ++weight) {
+            const auto [flat, region] = home_of(*engines.at(stage), tie_of(group, weight));
+            const auto& kind = flat->layout().regions[region];
+            lines.push_back(fmt::format("{} of {}", kind.elements, plan::name_of(kind.compute)));
+          }
         }
         return lines;
       },
@@ -223,29 +245,31 @@ void Ties::require_same_layout(const std::map<int, Engine*>& engines, at::Device
   for (const auto& group : groups_) {
     const int first = group.stages.front();
     for (const int stage : group.stages)
-      if (words.at(stage)[next[stage]] != words.at(first)[next[first]])
-        fail_config(
-            "tied weights {} of stage {} are not read in the same number formats as {} of stage {}: let precision.keep and "
-            "precision.scales answer alike for both",
-            fmt::join(group.of(stage), ", "), stage, fmt::join(group.of(first), ", "), first);
-    for (const int stage : group.stages) ++next[stage];
+      for (std::size_t weight = 0; weight < group.weights(); ++weight)
+        if (words.at(stage)[next[stage] + weight] != words.at(first)[next[first] + weight])
+          fail_config(
+              "the tied weight '{}' of stage {} is not read in the same number format as '{}' of stage {}: let "
+              "precision.keep and precision.scales answer alike for both",
+              group.of(stage)[weight], stage, group.of(first)[weight], first);
+    for (const int stage : group.stages) next[stage] += group.weights();
   }
 }
 
 void Ties::begin_sum(std::size_t number, const std::map<int, Engine*>& engines) {
   const at::NoGradGuard no_grad;
   auto& [copies, works] = sums_[number];
-  for (const int stage : groups_[number].stages) {
-    const auto found = engines.find(stage);
-    if (found == engines.end()) continue;
-    found->second->finish_gradients();
-    copies.push_back(&flat_of(*found->second, groups_[number].of(stage).front()));
-  }
-  auto& first = *copies.front();
-  for (std::size_t share = 0; share < first.trained().size(); ++share) {
-    auto& total = first.trained()[share].gradient;
-    for (std::size_t at = 1; at < copies.size(); ++at) total.add_(copies[at]->trained()[share].gradient);
-    works.push_back(ranks_[number].all_reduce(total));
+  for (std::size_t weight = 0; weight < groups_[number].weights(); ++weight) {
+    auto& gradients = copies.emplace_back();
+    for (const int stage : groups_[number].stages) {
+      const auto engine = engines.find(stage);
+      if (engine == engines.end()) continue;
+      const auto home = home_of(*engine->second, tie_of(number, weight));
+      for (const auto& share : home.flat->trained())
+        if (share.region == home.region) gradients.push_back(share.gradient);
+    }
+    if (gradients.empty()) continue;  // frozen
+    for (std::size_t at = 1; at < gradients.size(); ++at) gradients.front().add_(gradients[at]);
+    works.push_back(ranks_[number].all_reduce(gradients.front()));
   }
 }
 
@@ -255,18 +279,10 @@ void Ties::finish(int stage) {
     if (!groups_[number].names.contains(stage)) continue;
     const auto node = sums_.extract(number);
     if (node.empty()) continue;
-    auto& [copies, works] = node.mapped();
-    for (auto& work : works) work.wait();
-    for (std::size_t at = 1; at < copies.size(); ++at)
-      for (std::size_t share = 0; share < copies[at]->trained().size(); ++share)
-        copies[at]->trained()[share].gradient.copy_(copies.front()->trained()[share].gradient);
+    for (auto& work : node.mapped().works) work.wait();
+    for (const auto& gradients : node.mapped().copies)
+      for (std::size_t at = 1; at < gradients.size(); ++at) gradients[at].copy_(gradients.front());
   }
-}
-
-bool Ties::is_copy(int stage, const FlatParameter& flat) const {
-  for (const auto& group : groups_)
-    if (group.names.contains(stage) && stage != group.stages.front() && holds(flat, group.of(stage).front())) return true;
-  return false;
 }
 
 }  // namespace bonfire

@@ -7,19 +7,20 @@
 
 #include "bonfire/comm/mesh.h"
 #include "bonfire/pipeline/chain.h"
+#include "bonfire/plan/placement.h"
 #include "bonfire/schedule/schedule.h"
 
 namespace bonfire {
 
 class Engine;
-class FlatParameter;
 
 // Tied weights that are on the same, several stages.
 struct TieGroup {
   std::vector<int> stages;                        // in order
   std::map<int, std::vector<std::string>> names;  // by stage: their paths, in one order
+  std::vector<std::string> in_model;              // their paths in the whole model: those of their first uses
   const std::vector<std::string>& of(int stage) const { return names.at(stage); }
-  std::size_t weights() const { return names.begin()->second.size(); }
+  std::size_t weights() const { return in_model.size(); }
 };
 
 // Which weights of the chain have copies on several of these stages. Throws ConfigError where a use is tied twice.
@@ -40,16 +41,17 @@ class Ties {
   // A step begins. Throws ConfigError, the same on all ranks, where a weight was frozen or thawed on some of its stages
   // only: the others would wait for its gradient. Collective.
   void require_same_training(at::Device device);
-  // Throws ConfigError, the same on all ranks, unless the engines have laid out the copies of each group alike. Collective.
+  // What a parameter of a stage is in the whole model: `given`, and of a tied weight also its name, its tie and its copy.
+  plan::Placement placement(int stage, const std::string& name, plan::Placement given) const;
+  // Throws ConfigError, the same on all ranks, unless the engines read the copies of each weight in one type. Collective.
   void require_same_layout(const std::map<int, Engine*>& engines, at::Device device) const;
-  // The gradients of a group's copies become their sum, from finish() on. `engines`: of this rank's stages. Collective.
+  // The gradients of a group's copies, which are those of a whole step, become their sum, from finish() on. `engines`: of
+  // this rank's stages. Collective.
   void begin_sum(std::size_t group, const std::map<int, Engine*>& engines);
   // The sums of all groups with this stage. Ranks come to those of different groups in different orders.
   void finish(int stage);
   // Something threw.
   void forget() { sums_.clear(); }
-  // Whether this buffer of a stage is a copy of another stage's, so that its gradient is counted there.
-  bool is_copy(int stage, const FlatParameter& flat) const;
 
  private:
   using Words = std::vector<std::string>;  // of one stage, one for each of its weights
@@ -66,7 +68,7 @@ class Ties {
   std::vector<Group> ranks_;  // of each group, where this rank is one of them
   std::vector<int> rank_of_;  // by stage
   struct Sum {
-    std::vector<FlatParameter*> copies;
+    std::vector<std::vector<at::Tensor>> copies;  // by weight: the gradients that this rank has of it
     std::vector<Work> works;
   };
   std::map<std::size_t, Sum> sums_;  // by group: those that are under way

@@ -14,7 +14,7 @@
 #include "tests/support/ranks.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::executor_test {
 namespace {
 
 using testing::run_ranks;
@@ -118,4 +118,4 @@ INSTANTIATE_TEST_SUITE_P(Layouts, PipelineCommunication,
                                            Case{"interleaved", {.pipeline = 2, .shard = 2}, Sharded::parameters}));
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::executor_test

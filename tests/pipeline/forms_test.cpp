@@ -15,7 +15,7 @@
 #include "tests/pipeline/skip_chain.h"
 #include "tests/support/ranks.h"
 
-namespace bonfire {
+namespace bonfire::forms_test {
 namespace {
 
 using testing::numbers;
@@ -199,4 +199,4 @@ TEST(Forms, AreAnnouncedOnce) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::forms_test

@@ -18,7 +18,7 @@
 #include "bonfire/nn/layers.h"
 #include "bonfire/pipeline/halves.h"
 
-namespace bonfire {
+namespace bonfire::halves_test {
 namespace {
 
 at::Tensor numbers(at::IntArrayRef shape, double shift = 0) {
@@ -250,12 +250,15 @@ TEST(Halves, OfOurLayersPutWeightsOffAndMakeEachProductOnce) {
                Weight(numbers({5}, 4))};
     ForwardGraph graph{.inputs = {leaf(numbers({3, 5}))}};
     const auto& [gain, up, up_bias, down, down_bias] = std::tie(weights[0], weights[1], weights[2], weights[3], weights[4]);
-    const auto [wide, stream, none] =
-        normed_linear(graph.inputs[0], {.weight = gain.value, .options = {.weight_sink = gain.sink}}, up.value,
-                      {.bias = up_bias.value, .weight_sink = up.sink, .bias_sink = up_bias.sink});
-    const auto out = activated_linear(
-        wide, Activation::gelu, down.value,
-        {.bias = down_bias.value, .residual = stream, .weight_sink = down.sink, .bias_sink = down_bias.sink});
+    const auto out =
+        feed_forward(graph.inputs[0],
+                     {.norm = {.weight = gain.value, .options = {.weight_sink = gain.sink}},
+                      .up = up.value,
+                      .up_options = {.bias = up_bias.value, .weight_sink = up.sink, .bias_sink = up_bias.sink},
+                      .activation = Activation::gelu,
+                      .down = down.value,
+                      .down_options = {.bias = down_bias.value, .weight_sink = down.sink, .bias_sink = down_bias.sink}})
+            .out;
     graph.outputs.push_back(torch::autograd::impl::gradient_edge(out));
     return graph;
   };
@@ -301,4 +304,4 @@ TEST(Halves, AnOperationInOnePieceIsNamed) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::halves_test

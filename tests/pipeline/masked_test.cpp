@@ -1,6 +1,7 @@
 // Masked targets: the loss is the mean over all targets of a step that are not masked, however ranks and microbatches share
 // them. The oracle is one rank with one batch, and torch's own mean.
 #include <algorithm>
+#include <chrono>
 #include <functional>
 #include <map>
 #include <string>
@@ -21,9 +22,10 @@
 #include "bonfire/shard/mean_scale.h"
 #include "tests/support/pipeline_training.h"
 #include "tests/support/ranks.h"
+#include "tests/support/thrown.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::masked_test {
 namespace {
 
 using testing::run_ranks;
@@ -267,6 +269,49 @@ TEST(Weights, AreSaidOfAllMicrobatchesOrOfNone) {
   });
 }
 
+// A mean by samples would be wrong, and nothing would say so.
+TEST(Weights, AreAskedForWhereTargetsAreMasked) {
+  run_ranks(2, [](World& world) {
+    Pipeline pipeline(world.mesh({.pipeline = 2}), masked_chain(false),
+                      {.schedule = schedule::generate("1f1b", {.ranks = 2, .microbatches = 2})});
+    const auto batch = batch_of(3, 0, 2);
+    const Microbatch whole{.input = {batch.input}, .target = {batch.target.clamp_min(0)}};
+    Microbatch masked{.input = {batch.input}, .target = {batch.target}};
+    for (const bool trains : {true, false}) {
+      const auto run = [&](const std::vector<Microbatch>& microbatches) {
+        if (!trains) return pipeline.evaluate(microbatches).loss;
+        const double loss = pipeline.step(microbatches).loss;
+        for (const int stage : pipeline.local_stages()) pipeline.engine(stage).spend_gradients();
+        return loss;
+      };
+      EXPECT_EQ(
+          testing::thrown<Error>([&] {
+            run({whole, masked});
+          }),
+          "microbatch 1 has targets of -100, which are masked, and no Microbatch::weight; allowed: on all microbatches "
+          "of all ranks, the number of targets that its loss is the mean of");
+      // Nothing has happened to either side.
+      EXPECT_GT(run({whole, whole}), 0);
+      auto both = std::vector{whole, masked};
+      both[0].weight = count_of(whole.target[0]);
+      both[1].weight = count_of(masked.target[0]);
+      EXPECT_GT(run(both), 0);
+    }
+  });
+}
+
+// The other replica has no masked target, and does not wait for this one for ever.
+TEST(Weights, ThatOneReplicaLacksAllHearOf) {
+  run_ranks(2, [](World& world) {
+    Pipeline pipeline(world.mesh({.replicate = 2}), masked_chain(false),
+                      {.schedule = schedule::generate("1f1b", {.ranks = 1, .microbatches = 1}),
+                       .shard = {.patience = std::chrono::milliseconds(100)}});
+    const auto batch = batch_of(3, 0, 2);
+    const Microbatch mine{.input = {batch.input}, .target = {world.rank() == 0 ? batch.target : batch.target.clamp_min(0)}};
+    testing::expect_part(testing::thrown<std::exception>([&] { pipeline.step({mine}); }), "no Microbatch::weight");
+  });
+}
+
 // Law 2: the weights of a step cost one number, on the ranks that have the loss, and nothing where there are none.
 TEST(Weights, CostWhatThePlanSays) {
   const MeshShape shape{.pipeline = 2, .replicate = 2};
@@ -277,7 +322,7 @@ TEST(Weights, CostWhatThePlanSays) {
       std::vector<Microbatch> microbatches;
       for (int at = 0; at < 2; ++at) {
         const auto batch = batch_of(3, 2 * at, 2);
-        microbatches.push_back({.input = {batch.input}, .target = {batch.target}});
+        microbatches.push_back({.input = {batch.input}, .target = {weighs ? batch.target : batch.target.clamp_min(0)}});
         if (weighs) microbatches.back().weight = count_of(batch.target);
       }
       const auto step = [&] {
@@ -312,4 +357,4 @@ TEST(Weights, CostWhatThePlanSays) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::masked_test

@@ -16,7 +16,7 @@
 #include "tests/pipeline/skip_chain.h"
 #include "tests/support/ranks.h"
 
-namespace bonfire {
+namespace bonfire::orders_test {
 namespace {
 
 using testing::numbers;
@@ -98,4 +98,4 @@ TEST(Orders, ThatDifferFromRegistrationChangeNoGradient) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::orders_test

@@ -11,7 +11,7 @@
 #include "tests/support/ranks.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::parity_test {
 namespace {
 
 using testing::PipelineRun;
@@ -155,4 +155,4 @@ TEST(Pipeline, MicrobatchesMayDifferInSize) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::parity_test

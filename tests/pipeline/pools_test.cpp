@@ -17,7 +17,7 @@
 #include "tests/support/ranks.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::pools_test {
 namespace {
 
 using schedule::Kind;
@@ -113,4 +113,4 @@ TEST(Pools, AreOneForAllStagesOfARank) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::pools_test

@@ -9,13 +9,13 @@
 #include <fmt/format.h>
 
 #include "bonfire/schedule/generate.h"
-#include "bonfire/schedule/passes.h"
+#include "bonfire/schedule/lowering.h"
 #include "bonfire/schedule/validate.h"
 #include "tests/support/pipeline_training.h"
 #include "tests/support/ranks.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::reductions_test {
 namespace {
 
 using schedule::Kind;
@@ -99,4 +99,4 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::reductions_test

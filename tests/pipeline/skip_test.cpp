@@ -14,7 +14,7 @@
 #include "tests/pipeline/skip_chain.h"
 #include "tests/support/ranks.h"
 
-namespace bonfire {
+namespace bonfire::skip_test {
 namespace {
 
 using testing::skip_batch;
@@ -124,4 +124,4 @@ INSTANTIATE_TEST_SUITE_P(Ranks, SkipParity, ::testing::Values(2, 4),
                          [](const auto& info) { return "ranks" + std::to_string(info.param); });
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::skip_test

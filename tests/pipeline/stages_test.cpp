@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/modules/batchnorm.h>
 
+#include "bonfire/nn/unit.h"
 #include "bonfire/pipeline/pipeline.h"
 #include "bonfire/pipeline/unit_costs.h"
 #include "bonfire/schedule/generate.h"
@@ -17,8 +18,9 @@
 #include "bonfire/schedule/validate.h"
 #include "tests/pipeline/skip_chain.h"
 #include "tests/support/ranks.h"
+#include "tests/support/thrown.h"
 
-namespace bonfire {
+namespace bonfire::stages_test {
 namespace {
 
 using testing::numbers;
@@ -127,6 +129,76 @@ std::vector<std::string> refusals(int ranks, const std::function<void(World&)>& 
 
 PipelineOptions with(const std::string& name, int ranks, int microbatches = 2) {
   return {.schedule = schedule::generate(name, {.ranks = ranks, .microbatches = microbatches}), .schedule_name = name};
+}
+
+// A Unit, and the one after it that is not marked as one.
+struct MarkedImpl : torch::nn::Module {
+  MarkedImpl() : weight(register_parameter("weight", at::ones({width}, at::kDouble))) {}
+  at::Tensor forward(const at::Tensor& x) { return x * weight; }
+  at::Tensor weight;
+};
+BONFIRE_UNIT(Marked);
+
+Chain half_marked_chain() {
+  Chain chain{.units = {"marked", "plain"}};
+  chain.build = [](UnitRange range) {
+    if (range.begin == 0) {
+      Marked marked;
+      return StageModule{
+          marked.ptr(), [marked](Tensors values, const Microbatch&) mutable { return Tensors{marked->forward(values[0])}; }};
+    }
+    auto plain = std::make_shared<MarkedImpl>();
+    return StageModule{plain,
+                       [plain](Tensors values, const Microbatch&) { return Tensors{plain->forward(values[0]).sum()}; }};
+  };
+  return chain;
+}
+
+// What only one of the stages cannot be is said by all ranks: the others do not wait for it.
+TEST(Stages, WhatOneOfThemCannotBeIsHeardByAll) {
+  const auto expect_heard = [](const MeshShape& shape, const Chain& chain, const ShardOptions& shard, const char* words) {
+    const auto all = refusals(shape.size(), [&](World& world) {
+      auto options = with("1f1b", 2);
+      options.shard = shard;
+      Pipeline(world.mesh(shape), chain, options);
+    });
+    for (const auto& said : all) EXPECT_EQ(said, words);
+  };
+  const char* const unknown_type = "stage 1 (Unit 1): wrapping type 'Marked' is not a Unit of this module; there are: none";
+  expect_heard({.pipeline = 2}, half_marked_chain(), {.wrapping = {.types = {"Marked"}}}, unknown_type);
+  expect_heard({.pipeline = 2, .shard = 2}, half_marked_chain(),
+               {.what = Sharded::parameters, .wrapping = {.types = {"Marked"}}}, unknown_type);
+  expect_heard({.pipeline = 2}, skip_chain(3), {.wrapping = {.ignored_modules = {"block1"}}},
+               "stage 1 (Unit 2): ignored module 'block1' does not exist; did you mean 'block2'?");
+  expect_heard({.pipeline = 2, .shard = 2}, half_marked_chain(),
+               {.what = Sharded::parameters, .reshard_after_forward = true},
+               "stage 1 (Unit 1): parameter 'weight' of a stage is part of no Unit, and with reshard_after_forward = true "
+               "Units are gathered one by one; allowed: declare the module of the stage, or the one that holds it, with "
+               "BONFIRE_UNIT, or reshard_after_forward = false");
+}
+
+TEST(Stages, OneThatCannotBeBuiltIsHeardByAll) {
+  auto chain = half_marked_chain();
+  chain.build = [build = chain.build](UnitRange range) {
+    if (range.begin == 1) fail("out of clay");
+    return build(range);
+  };
+  run_ranks(2, [&](World& world) {
+    const auto words = testing::thrown<Error>([&] { Pipeline(world.mesh({.pipeline = 2}), chain, with("1f1b", 2)); });
+    EXPECT_EQ(words, "stage 1 (Unit 1): out of clay");
+  });
+}
+
+// What is wrong with the options is no stage's mistake.
+TEST(Stages, OptionsThatNoStageCanHave) {
+  for (const auto& said : refusals(2, [](World& world) {
+         auto options = with("1f1b", 2);
+         options.shard.negotiate_order = true;
+         Pipeline(world.mesh({.pipeline = 2}), skip_chain(3), options);
+       }))
+    EXPECT_EQ(said,
+              "negotiate_order in a pipeline: its schedule runs the Units in one order on all ranks, so there is nothing to "
+              "agree on; allowed: one of the two");
 }
 
 TEST(Stages, MoreStagesThanUnits) {
@@ -266,4 +338,4 @@ TEST(Stages, BuffersAreNotTouchedByTheAgreement) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::stages_test

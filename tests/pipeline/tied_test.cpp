@@ -20,7 +20,7 @@
 #include "tests/pipeline/skip_chain.h"
 #include "tests/support/ranks.h"
 
-namespace bonfire {
+namespace bonfire::tied_test {
 namespace {
 
 using testing::numbers;
@@ -165,10 +165,10 @@ TEST(TiedWeights, ThatAreNotAlikeAreRefused) {
 TEST(TiedWeights, ThatAreReadInDifferentFormatsAreRefused) {
   auto options = two_stages();
   options.shard.precision.parameters = at::kBFloat16;
-  // One of two: their places in the buffer differ then.
+  // One of two.
   options.shard.precision.keep = [](const std::string& name, const at::Tensor&) { return name == "u0.a"; };
   expect_refused(pair_chain(false),
-                 "tied weights u1.a, u1.b of stage 1 are not read in the same number formats as u0.a, u0.b of stage 0: let "
+                 "the tied weight 'u1.a' of stage 1 is not read in the same number format as 'u0.a' of stage 0: let "
                  "precision.keep and precision.scales answer alike for both",
                  options);
 }
@@ -321,4 +321,4 @@ TEST(TiedWeights, OfATableAreTheModels) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::tied_test

@@ -14,12 +14,12 @@
 #include "bonfire/models/model.h"
 #include "bonfire/plan/pipeline.h"
 #include "bonfire/schedule/generate.h"
-#include "bonfire/schedule/passes.h"
+#include "bonfire/schedule/lowering.h"
 #include "tests/support/pipeline_training.h"
 #include "tests/support/ranks.h"
 #include "tests/support/tiny_training.h"
 
-namespace bonfire {
+namespace bonfire::traffic_test {
 namespace {
 
 constexpr int ranks = 4;
@@ -138,4 +138,4 @@ TEST(Traffic, OfPublishedModelsIsOnThePage) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::traffic_test

@@ -1,0 +1,290 @@
+#include "bonfire/pipeline/pipedream.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/nn/module.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/optim/optimizer.h"
+#include "tests/pipeline/pipedream_oracle.h"
+#include "tests/support/ranks.h"
+#include "tests/support/thrown.h"
+
+// PipeDream's modes against their equations.
+namespace bonfire::pipedream_test {
+namespace {
+
+using schedule::WeightMode;
+using testing::Oracle;
+using testing::OracleRun;
+using testing::run_ranks;
+
+constexpr auto modes = {WeightMode::stashing, WeightMode::vertical, WeightMode::two_buffers, WeightMode::flush};
+
+schedule::RoundRobin robin_of(const OracleRun& run) {
+  return {.replicas = run.replicas, .mode = schedule::weight_mode(run.mode).value(), .microbatches = run.microbatches};
+}
+
+// One Unit a stage, but two for the last.
+OracleRun run_of(std::vector<int> replicas, WeightMode mode, int microbatches = 0) {
+  OracleRun run{.units = std::vector<int>(replicas.size(), 1), .replicas = replicas, .mode = std::string(name_of(mode))};
+  run.units.back() = 2;
+  run.microbatches =
+      microbatches > 0 ? microbatches : schedule::endless_shape({.replicas = replicas, .mode = mode}).microbatches;
+  return run;
+}
+
+struct Trained {
+  std::unique_ptr<PipeDream> pipeline;
+  std::unique_ptr<Optimizer> optimizer;
+  std::vector<StageUpdate> updates;
+  std::int64_t minibatches = 0;
+
+  Trained(const World& world, const OracleRun& run) {
+    const int units = std::accumulate(run.units.begin(), run.units.end(), 0);
+    std::vector<UnitRange> stages;
+    for (int begin = 0; const int count : run.units) {
+      stages.push_back({begin, begin + count});
+      begin += count;
+    }
+    pipeline = std::make_unique<PipeDream>(
+        world.mesh({.pipeline = world.size()}), testing::tower(units),
+        PipeDreamOptions{
+            .robin = robin_of(run), .stages = stages, .stash = run.stash, .example = testing::tower_minibatch(0, 1)[0]});
+    if (run.adam)
+      optimizer = std::make_unique<Adam>(*pipeline, AdamOptions{.lr = run.lr});
+    else
+      optimizer = std::make_unique<Sgd>(*pipeline, SgdOptions{.lr = run.lr, .momentum = run.momentum});
+    pipeline->on_update([this, clip = run.clip](const StageUpdate& update) {
+      updates.push_back(update);
+      optimizer->step({.clip = clip});
+    });
+  }
+
+  void train(const OracleRun& run, std::int64_t count) {
+    for (const auto end = minibatches + count; minibatches < end; ++minibatches)
+      pipeline->admit(testing::tower_minibatch(minibatches, run.microbatches));
+  }
+};
+
+// Of the newest weights of this rank's stage. REQUIRES: nothing is on its way.
+void expect_weights(PipeDream& pipeline, const Oracle& oracle) {
+  const auto expected = oracle.weights();
+  const auto whole = pipeline.engine().full_parameters();
+  for (const auto& item : pipeline.module().named_parameters()) {
+    const auto& other = expected.at(item.key());
+    EXPECT_LT((item.value() - other).norm().item<double>(), 1e-9 * other.norm().item<double>())
+        << item.key() << " of stage " << pipeline.stage();
+  }
+}
+
+// The stage with most replicas is updated so often.
+std::int64_t minibatches_for(const OracleRun& run, int updates) {
+  const auto robin = robin_of(run);
+  if (robin.round() == 1) return updates;
+  const int most = *std::max_element(run.replicas.begin(), run.replicas.end());
+  return (std::int64_t{updates} * most + robin.round() - 1) / robin.round() * robin.round();
+}
+
+void expect_equations(const OracleRun& run, int updates = 50) {
+  SCOPED_TRACE(fmt::format("{} on {}, minibatches of {}", run.mode, fmt::join(run.replicas, "-"), run.microbatches));
+  const auto count = minibatches_for(run, updates);
+  Oracle oracle(run);
+  oracle.train(count);
+  const int ranks = std::accumulate(run.replicas.begin(), run.replicas.end(), 0);
+  std::vector<double> losses(static_cast<std::size_t>(count));
+  std::vector<std::vector<int>> staleness(run.replicas.size());
+  std::mutex mutex;
+  run_ranks(ranks, [&](World& world) {
+    Trained trained(world, run);
+    trained.train(run, count);
+    trained.pipeline->drain();
+    expect_weights(*trained.pipeline, oracle);
+    const std::lock_guard lock(mutex);
+    auto& stalest = staleness[static_cast<std::size_t>(trained.pipeline->stage())];
+    stalest.resize(trained.updates.size());
+    for (std::size_t at = 0; at < stalest.size(); ++at) stalest[at] = std::max(stalest[at], trained.updates[at].staleness);
+    for (std::int64_t at = 0; at < count; ++at) losses[static_cast<std::size_t>(at)] += trained.pipeline->take_loss(at);
+  });
+  for (std::size_t at = 0; at < losses.size(); ++at)
+    EXPECT_NEAR(losses[at], oracle.losses()[at], 1e-9 * oracle.losses()[at]) << "minibatch " << at;
+  for (std::size_t stage = 0; stage < staleness.size(); ++stage)
+    EXPECT_EQ(staleness[stage], oracle.staleness(static_cast<int>(stage))) << "stage " << stage;
+}
+
+const std::vector<std::vector<int>> layouts = {{1, 1}, {2, 1}, {3, 1}, {2, 3}, {1, 2, 1}, {1, 1, 1}, {1, 1, 1, 1}};
+
+TEST(PipeDream, FollowsItsEquationsWithMomentum) {
+  for (const auto mode : modes)
+    for (const auto& replicas : layouts) expect_equations(run_of(replicas, mode));
+}
+
+// What is tested above can tell the modes from each other.
+TEST(PipeDream, EquationsDiffer) {
+  std::vector<std::map<std::string, at::Tensor>> weights;
+  for (const auto mode : modes) {
+    Oracle oracle(run_of({1, 1, 1}, mode, 4));
+    oracle.train(10);
+    weights.push_back(oracle.weights());
+    for (std::size_t other = 0; other + 1 < weights.size(); ++other)
+      EXPECT_GT((weights.back().at("floor0.weight") - weights[other].at("floor0.weight")).norm().item<double>(), 1e-4);
+  }
+}
+
+// Runs that end before the pipeline is full, or soon after, and runs that drain on the way.
+TEST(PipeDream, DrainsAnywhere) {
+  for (const auto mode : modes)
+    for (const auto& replicas : {std::vector{1, 1, 1, 1}, {2, 1}, {1, 2, 1}, {2, 3}}) {
+      const auto run = run_of(replicas, mode);
+      SCOPED_TRACE(fmt::format("{} on {}", run.mode, fmt::join(replicas, "-")));
+      const int round = robin_of(run).round();
+      const int ranks = std::accumulate(replicas.begin(), replicas.end(), 0);
+      Oracle oracle(run);
+      for (const int rounds : {1, 2, 1, 3, 7, 4, 20}) {
+        oracle.train(rounds * round);
+        oracle.drain();
+      }
+      run_ranks(ranks, [&](World& world) {
+        Trained trained(world, run);
+        for (const int rounds : {1, 2, 1, 3, 7, 4, 20}) {
+          trained.train(run, rounds * round);
+          trained.pipeline->drain();
+          EXPECT_TRUE(trained.pipeline->empty());
+        }
+        EXPECT_EQ(trained.pipeline->drains(), 7);
+        trained.pipeline->drain();
+        EXPECT_EQ(trained.pipeline->drains(), 7);
+        expect_weights(*trained.pipeline, oracle);
+        // Forwards alone, with the newest weights.
+        std::vector<Microbatch> held_out;
+        for (int at = 0; at < 5; ++at) held_out.push_back(testing::tower_minibatch(900 + at, 1)[0]);
+        EXPECT_NEAR(trained.pipeline->evaluate(held_out), oracle.loss_of(held_out), 1e-9);
+        // What is loaded in between are the newest weights.
+        for (const auto& slice : trained.pipeline->slices()) slice.write(0, slice.read());
+        trained.pipeline->slices_written();
+        trained.train(run, round);
+        EXPECT_NE(testing::thrown<Error>([&] { trained.pipeline->evaluate(held_out); }).find("drain() first"),
+                  std::string::npos);
+        trained.pipeline->drain();
+      });
+    }
+}
+
+// A minibatch of several microbatches with one version.
+TEST(PipeDream, AccumulatesInsideAMinibatch) {
+  for (const auto mode : {WeightMode::stashing, WeightMode::vertical})
+    for (const auto& replicas : {std::vector{1, 1, 1}, {3, 1}, {2, 3}}) expect_equations(run_of(replicas, mode, 3), 10);
+}
+
+TEST(PipeDream, ClipsTheGradientOfEachStage) {
+  for (const auto mode : modes) {
+    auto run = run_of({2, 1}, mode);
+    run.clip = 0.01;
+    expect_equations(run, 12);
+  }
+}
+
+// As many versions and activations as the page says.
+TEST(PipeDream, KeepsWhatItNeedsAndNoMore) {
+  for (const auto mode : modes)
+    for (const auto& replicas : {std::vector{1, 1, 1, 1}, {3, 1}, {1, 2, 1}}) {
+      const auto run = run_of(replicas, mode);
+      SCOPED_TRACE(fmt::format("{} on {}", run.mode, fmt::join(replicas, "-")));
+      const int ranks = std::accumulate(replicas.begin(), replicas.end(), 0);
+      run_ranks(ranks, [&](World& world) {
+        Trained trained(world, run);
+        const int round = robin_of(run).round();
+        trained.train(run, 12 * round);
+        trained.pipeline->drain();
+        const int stage = trained.pipeline->stage();
+        int here = 0;
+        for (std::size_t at = static_cast<std::size_t>(stage); at < replicas.size(); ++at) here += replicas[at];
+        const int own = replicas[static_cast<std::size_t>(stage)], depth = (here + own - 1) / own;
+        EXPECT_EQ(trained.pipeline->peak_activations(), depth);
+        const bool single = ranks == static_cast<int>(replicas.size());
+        const int most = mode == WeightMode::stashing      ? depth
+                         : mode == WeightMode::two_buffers ? 2
+                         : mode == WeightMode::flush       ? 1
+                         : single                          ? ranks
+                                                           : schedule::most_versions(robin_of(run), stage);
+        EXPECT_EQ(trained.pipeline->versions(), most);
+        for (const auto& flat : trained.pipeline->engine().flats())
+          EXPECT_EQ(flat->options().versions, trained.pipeline->versions());
+      });
+    }
+}
+
+// Without stashing a backward has other weights than its forward: what comes out is no mode's.
+TEST(PipeDream, WithoutStashingGradientsAreOthers) {
+  auto run = run_of({1, 1, 1}, WeightMode::stashing);
+  Oracle oracle(run);
+  oracle.train(20);
+  run.stash = false;
+  run_ranks(3, [&](World& world) {
+    Trained trained(world, run);
+    trained.train(run, 20);
+    trained.pipeline->drain();
+    EXPECT_EQ(trained.updates.back().staleness, 2 - world.rank());
+    EXPECT_EQ(trained.pipeline->versions(), std::min(2, 3 - world.rank()));
+    const auto expected = oracle.weights();
+    const auto whole = trained.pipeline->engine().full_parameters();
+    for (const auto& item : trained.pipeline->module().named_parameters())
+      EXPECT_GT((item.value() - expected.at(item.key())).norm().item<double>(), 1e-6) << item.key();
+  });
+}
+
+TEST(PipeDream, WhatCannotBeIsRefused) {
+  run_ranks(2, [&](World& world) {
+    const auto message = [&](PipeDreamOptions options, Chain chain) {
+      options.example = testing::tower_minibatch(0, 1)[0];
+      return testing::thrown<ConfigError>(
+          [&] { PipeDream(world.mesh({.pipeline = 2}), std::move(chain), std::move(options)); });
+    };
+    const auto of = [](std::vector<int> replicas) { return PipeDreamOptions{.robin = {.replicas = std::move(replicas)}}; };
+    const auto tower = testing::tower(3);
+    testing::expect_part(message(of({2, 1}), tower), "replicas 2,1 are 3 ranks; the mesh has 2 along the pipeline");
+    auto options = of({1, 1});
+    options.shard.what = Sharded::parameters;
+    testing::expect_part(message(options, tower), "replicas hold whole stages");
+    options = of({1, 1});
+    options.stash = false;
+    options.robin.mode = WeightMode::vertical;
+    testing::expect_part(message(options, tower), "there are no versions to hold; allowed: pipedream");
+    auto tied = tower;
+    tied.tied = {{{{0, "floor0.weight"}, {2, "floor2.weight"}}}};
+    testing::expect_part(message(of({1, 1}), tied), "is tied over stages 0, 1");
+    testing::expect_part(message(of({1, 1}), testing::tower(1)), "2 stages for a model of 1 Units");
+  });
+  run_ranks(3, [&](World& world) {
+    Trained trained(world, run_of({2, 1}, WeightMode::stashing));
+    trained.train(run_of({2, 1}, WeightMode::stashing), 1);
+    EXPECT_FALSE(trained.pipeline->can_drain());
+    testing::expect_part(testing::thrown<Error>([&] { trained.pipeline->drain(); }), "a multiple of 2");
+    trained.train(run_of({2, 1}, WeightMode::stashing), 1);
+    trained.pipeline->drain();
+  });
+}
+
+TEST(PipeDream, FollowsItsEquationsWithAdam) {
+  for (const auto mode : modes)
+    for (const auto& replicas : {std::vector{2, 1}, {1, 1, 1}}) {
+      auto run = run_of(replicas, mode);
+      run.adam = true;
+      run.lr = 0.01;
+      expect_equations(run);
+    }
+}
+
+}  // namespace
+}  // namespace bonfire::pipedream_test
