@@ -1,0 +1,257 @@
+#include "bonfire/server/push_pull.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include "bonfire/base/error.h"
+#include "bonfire/optim/clip.h"
+#include "bonfire/server/description.h"
+#include "bonfire/shard/engine.h"
+
+namespace bonfire {
+namespace {
+
+const std::atomic<bool> never{false};
+
+// Memory on the host for values like these: that of the gradients, where each server's share of them lies where its answer
+// goes. A share that one server has answered may still be on its way to another.
+at::Tensor memory_like(const at::Tensor& values, const at::Tensor& gradients) {
+  if (gradients.is_cpu() && gradients.nbytes() == values.nbytes()) return gradients.view(values.scalar_type());
+  return at::empty(values.sizes(), at::TensorOptions(values.scalar_type()).pinned_memory(!values.is_cpu()));
+}
+
+}  // namespace
+
+PushPull::PushPull(const World& world, ServerOptions options)
+    : world_(world), options_(std::move(options)), ports_(options_.link) {
+  const int worker = world_.rank() - options_.servers;
+  // A worker that was lost and is back has new connections; the servers wait for those of its next life.
+  const auto life = world_.store().add(fmt::format("{}/worker {}/lives", options_.name, worker), 1);
+  for (int server = 0; server < options_.servers; ++server)
+    peers_.push_back(std::make_unique<Peer>(world_.store(),
+                                            fmt::format("{}/{} to {}/life {}", options_.name, server, worker, life), 1,
+                                            options_.connection, ports_));
+}
+
+PushPull::~PushPull() = default;
+
+std::int64_t PushPull::begin(Engine& engine) {
+  // Until a backward has shown better, buffers are in the reverse order of registration.
+  for (auto flat = engine.flats().rbegin(); flat != engine.flats().rend(); ++flat) {
+    const auto& layout = (*flat)->layout();
+    if (!layout.any_trained()) continue;
+    for (const auto& region : layout.regions)
+      if (region.codec() == plan::Codec::scaled)
+        fail_config("parameter '{}' is read in eight bits, beside a parameter server; allowed: fp64, fp32, bf16 and fp16",
+                    layout.segments.front().name);
+    units_.push_back({.key = layout.segments.front().name,
+                      .flat = flat->get(),
+                      .elements = layout.trained_elements(),
+                      .versions = std::vector<std::int64_t>(peers_.size())});
+  }
+  std::string text;
+  for (const auto& unit : units_) text += describe_unit(*unit.flat) + "\n";
+  auto bytes = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
+  std::memcpy(bytes.data_ptr(), text.data(), text.size());
+  for (std::size_t at = 0; at < peers_.size(); ++at) {
+    auto& peer = *peers_[at];
+    peer.send({.kind = Header::Kind::hello, .bytes = bytes.numel()}).wait();
+    peer.world().group().send(bytes, 0).wait();
+    const auto welcome = peer.receive(never);
+    if (!welcome.flag) continue;
+    for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+      std::vector<at::Tensor> masters;
+      for (const auto& share : units_[unit].flat->trained()) masters.push_back(share.master.cpu());
+      peer.send({.kind = Header::Kind::start, .unit = static_cast<std::int64_t>(unit)}, part(masters, static_cast<int>(at)))
+          .wait();
+    }
+  }
+  // Where workers have optimizers of their own they begin alike, too: servers answer with weights once.
+  const auto pulled = std::exchange(options_.pulled, Pulled::weights);
+  begin_pull();
+  await_all();
+  // What the servers have heard of before, be it in another life of theirs.
+  step_ = steps_known_;
+  options_.pulled = pulled;
+  return step_;
+}
+
+std::vector<std::string> PushPull::units() const {
+  std::vector<std::string> keys;
+  for (const auto& unit : units_) keys.push_back(unit.key);
+  return keys;
+}
+
+// A server's share of each region.
+std::vector<at::Tensor> PushPull::part(const std::vector<at::Tensor>& regions, int server) const {
+  std::vector<at::Tensor> shares;
+  for (const auto& region : regions) {
+    const auto length = region.numel() / options_.servers;
+    shares.push_back(region.narrow(0, server * length, length));
+  }
+  return shares;
+}
+
+PushPull::Unit& PushPull::unit_of(FlatParameter& flat) {
+  const auto found = std::find_if(units_.begin(), units_.end(), [&](const Unit& unit) { return unit.flat == &flat; });
+  require(
+      found != units_.end() && found->elements == flat.layout().trained_elements(),
+      "parameter '{}' or one beside it was frozen or thawed, and its server knows nothing of that: freeze and thaw before "
+      "the Worker is made",
+      flat.layout().segments.front().name);
+  return *found;
+}
+
+// Each worker's gradients are an update, so it is their own norm that limits them: known only when backward has ended.
+bool PushPull::defers() const { return options_.mode != ServerMode::synchronous && options_.clip > 0; }
+
+void PushPull::begin(std::size_t, FlatParameter& flat) {
+  auto& unit = unit_of(flat);
+  if (!defers()) push(unit);
+}
+
+void PushPull::push(Unit& unit) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> regions;
+  for (const auto& share : unit.flat->trained()) {
+    auto gradient = share.gradient;
+    const auto wire = on_wire(options_.compression, gradient.scalar_type());
+    // Sums of fp16 could overflow where their average does not.
+    if (wire == at::kHalf && wire != gradient.scalar_type()) gradient = gradient.div(world_.size() - options_.servers);
+    regions.push_back(gradient.to(wire).cpu());
+  }
+  for (std::size_t at = 0; at < peers_.size(); ++at)
+    unit.sent.push_back(peers_[at]->send(
+        {.kind = Header::Kind::push, .unit = &unit - units_.data(), .version = unit.versions[at], .step = step_ + 1},
+        part(regions, static_cast<int>(at))));
+  unit.pushed = true;
+}
+
+void PushPull::send_all(const Header& header) {
+  for (auto& peer : peers_) sent_.push_back(peer->send(header));
+}
+
+void PushPull::advance(std::size_t, FlatParameter&) {
+  if (options_.pulled != Pulled::gradients || std::exchange(ended_, true)) return;
+  send_all({.kind = Header::Kind::end, .version = version(), .step = ++step_, .flag = 1});
+  begin_pull();
+}
+
+void PushPull::end(std::size_t, FlatParameter& flat) {
+  if (options_.pulled != Pulled::gradients) return;
+  await(static_cast<std::size_t>(&unit_of(flat) - units_.data()));
+  if (std::none_of(units_.begin(), units_.end(), [](const Unit& unit) { return !unit.answers.empty(); })) ended_ = false;
+}
+
+void PushPull::end_push(Engine& engine, double number) {
+  bool finite = true;
+  if (options_.mode != ServerMode::synchronous && (options_.clip > 0 || options_.skip_non_finite)) {
+    if (options_.clip_value > 0 && options_.clip > 0) clamp_gradients(engine, options_.clip_value);
+    const double norm = std::sqrt(local_squares(engine).item<double>());
+    report_.gradient_norm = norm;
+    finite = std::isfinite(norm);
+    if (const double factor = clip_factor(norm, options_.clip); factor != 1)
+      for (auto& unit : units_)
+        for (auto& share : unit.flat->trained()) share.gradient.mul_(factor);
+  }
+  for (auto unit = units_.rbegin(); unit != units_.rend(); ++unit)
+    if (!unit->pushed) push(*unit);
+  send_all({.kind = Header::Kind::end,
+            .version = version(),
+            .step = ++step_,
+            .flag = finite || !options_.skip_non_finite,
+            .norm = report_.gradient_norm,
+            .number = number});
+}
+
+std::int64_t PushPull::version() const {
+  const auto first = units_.empty() ? 0 : units_.front().versions.front();
+  for (const auto& unit : units_)
+    if (std::any_of(unit.versions.begin(), unit.versions.end(), [&](auto one) { return one != first; })) return -1;
+  return first;
+}
+
+void PushPull::abandon() {
+  for (auto& unit : units_) unit.pushed = false;
+  ended_ = false;
+  send_all({.kind = Header::Kind::abandon});
+}
+
+void PushPull::begin_pull() {
+  const at::NoGradGuard no_grad;
+  for (auto& unit : units_) {
+    unit.staging.clear();
+    for (const auto& share : unit.flat->trained())
+      unit.staging.push_back(options_.pulled == Pulled::weights
+                                 ? memory_like(unit.flat->region(share.region), share.gradient)
+                                 : memory_like(share.gradient, share.gradient));
+    for (std::size_t at = 0; at < peers_.size(); ++at) {
+      auto header = Header::empty();
+      unit.answers.push_back({peers_[at]->begin_receive(header, part(unit.staging, static_cast<int>(at))), header});
+    }
+  }
+}
+
+void PushPull::await(std::size_t number) {
+  auto& unit = units_[number];
+  if (unit.answers.empty()) return;
+  const at::NoGradGuard no_grad;
+  Nanoseconds there = 0;
+  const auto bytes = bytes_of(unit.staging) / static_cast<std::int64_t>(peers_.size());
+  for (std::size_t at = 0; at < peers_.size(); ++at) {
+    unit.answers[at].work.wait();
+    const auto header = Header::read(unit.answers[at].header);
+    there = std::max(there, peers_[at]->arrival(header, bytes));
+    unit.versions[at] = header.version;
+    if (at > 0 || number > 0) continue;
+    report_.version = header.version;
+    report_.used = header.flag != 0;
+    report_.number = header.number;
+    report_.durable = header.durable;
+    steps_known_ = header.step;
+    if (options_.mode == ServerMode::synchronous) report_.gradient_norm = header.norm;
+  }
+  if (there > 0) sleep_until(there);
+  for (auto& work : unit.sent) work.wait();
+  unit.sent.clear();
+  unit.answers.clear();
+  unit.pushed = false;
+  auto& trained = unit.flat->trained();
+  for (std::size_t at = 0; at < trained.size(); ++at) {
+    if (options_.pulled == Pulled::gradients) {
+      trained[at].gradient.copy_(unit.staging[at]);
+      continue;
+    }
+    unit.flat->region(trained[at].region).copy_(unit.staging[at]);
+    if (trained[at].copy.defined()) trained[at].master.copy_(unit.staging[at]);
+    // Between parameters gradients are zero, and stay so.
+    trained[at].gradient.zero_();
+  }
+  unit.staging.clear();
+  if (options_.pulled == Pulled::weights) unit.flat->values_changed();
+}
+
+void PushPull::await_all() {
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) await(unit);
+  for (auto& work : sent_) work.wait();
+  sent_.clear();
+}
+
+ServedStep PushPull::report() {
+  if (!units_.empty()) await(0);
+  return report_;
+}
+
+void PushPull::leave() {
+  await_all();
+  send_all({.kind = Header::Kind::leave});
+  for (auto& work : sent_) work.wait();
+  sent_.clear();
+}
+
+}  // namespace bonfire

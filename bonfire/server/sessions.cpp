@@ -1,0 +1,284 @@
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "bonfire/base/error.h"
+#include "bonfire/base/size.h"
+#include "bonfire/server/description.h"
+#include "bonfire/server/server_state.h"
+
+namespace bonfire {
+namespace {
+
+std::vector<plan::ParameterGroup> units_of(const std::string& description) {
+  std::vector<plan::ParameterGroup> units;
+  for (std::size_t begin = 0; begin < description.size();) {
+    const auto end = std::min(description.find("\n\n", begin), description.size());
+    units.push_back(read_unit(description.substr(begin, end - begin)));
+    begin = end + 2;
+  }
+  return units;
+}
+
+// What is sent to workers: what their forward reads.
+const at::Tensor& weights_of(const TrainedShare& share) { return share.copy.defined() ? share.copy : share.master; }
+
+}  // namespace
+
+std::string Server::State::name_of(const Session& session) const {
+  return fmt::format("worker {} (rank {})", session.worker, options.servers + session.worker);
+}
+
+void Server::State::connect(Session& session) {
+  session.peer = std::make_unique<Peer>(
+      world.store(), fmt::format("{}/{} to {}/life {}", options.name, world.rank(), session.worker, session.life), 0,
+      options.connection, ports);
+}
+
+// The first words with a worker.
+void Server::State::greet(Session& session, const MakeOptimizer& make) {
+  auto& peer = *session.peer;
+  const auto hello = peer.receive(over);
+  require(hello.kind == Header::Kind::hello, "{} began with message {}", name_of(session), static_cast<int>(hello.kind));
+  auto bytes = at::empty({hello.bytes}, at::kByte);
+  peer.receive({bytes}, over);
+  const std::string said(static_cast<const char*>(bytes.const_data_ptr()), static_cast<std::size_t>(bytes.numel()));
+  const bool first = !shares;
+  if (first) {
+    description = said;
+    shares = std::make_unique<ServedShares>(units_of(said), servers);
+    shares->on_updated = [this](std::size_t unit) { unit_updated(unit); };
+    if (options.pulled == Pulled::weights) optimizer = make(*shares);
+    unit_versions.assign(shares->units(), 0);
+    while (unit_mutexes.size() < shares->units()) unit_mutexes.push_back(std::make_unique<std::mutex>());
+  }
+  require(said == description, "{} trains other parameters than worker 0: all workers train the same", name_of(session));
+  {
+    const std::lock_guard lock(mutex);
+    peer.send({.kind = Header::Kind::welcome,
+               .version = ledger.version(),
+               .step = ledger.steps(session.worker),
+               .flag = first})
+        .wait();
+  }
+  make_slots(session);
+  if (!first) return;
+  const at::NoGradGuard no_grad;
+  for (std::size_t at = 0; at < shares->units(); ++at) {
+    const auto start = peer.receive(over);
+    require(start.kind == Header::Kind::start, "{} sent message {} in place of its weights", name_of(session),
+            static_cast<int>(start.kind));
+    auto& unit = shares->unit(static_cast<std::size_t>(start.unit));
+    std::vector<at::Tensor> masters;
+    for (const auto& share : unit.trained()) masters.push_back(share.master);
+    peer.receive(masters, over);
+    for (const auto& share : unit.trained())
+      if (share.copy.defined()) share.copy.copy_(share.master);
+  }
+}
+
+void Server::State::make_slots(Session& session) {
+  session.slots.clear();
+  session.versions.assign(shares->units(), 0);
+  for (std::size_t unit = 0; unit < shares->units(); ++unit) {
+    auto& slot = session.slots.emplace_back();
+    for (const auto& share : shares->unit(unit).trained()) {
+      const auto& weights = weights_of(share);
+      const auto average = share.gradient.scalar_type(), wire = on_wire(options.compression, average);
+      const auto bytes_as = [&](at::ScalarType type) {
+        return weights.numel() * static_cast<std::int64_t>(c10::elementSize(type));
+      };
+      const auto memory =
+          at::empty({std::max({bytes_as(wire), bytes_as(average), bytes_as(weights.scalar_type())})}, at::kByte);
+      const auto as = [&](at::ScalarType type) { return memory.narrow(0, 0, bytes_as(type)).view(type); };
+      slot.gradients.push_back(as(wire));
+      slot.averages.push_back(as(average));
+      slot.weights.push_back(as(weights.scalar_type()));
+    }
+  }
+}
+
+void Server::State::run(Session& session) try {
+  while (true) {
+    try {
+      answer(session, 0);
+      while (hear(session)) {
+      }
+      return;
+    } catch (const PeerLost& lost) {
+      lose(session, lost.what());
+    }
+    if (options.lost != WhenLost::wait) return;
+    await_return(session);
+  }
+} catch (...) {
+  give_up(std::current_exception());
+}
+
+void Server::State::give_up(std::exception_ptr what) {
+  const std::lock_guard lock(mutex);
+  if (!error && !over) error = std::move(what);
+  over = true;
+  changed.notify_all();
+}
+
+// One message. False: the worker is done.
+bool Server::State::hear(Session& session) {
+  const auto header = session.peer->receive(over);
+  switch (header.kind) {
+    case Header::Kind::push: {
+      const auto unit = static_cast<std::size_t>(header.unit);
+      require(unit < session.slots.size(), "{} sent gradients of Unit {} of {}", name_of(session), unit,
+              session.slots.size());
+      auto& slot = session.slots[unit];
+      session.peer->receive(slot.gradients, over);
+      // On an emulated link it may have set out late, and it queues with those of other workers.
+      if (header.begin > now_ns()) sleep_until(header.begin);
+      if (const auto there = session.peer->arrival(header, bytes_of(slot.gradients)); there > 0) sleep_until(there);
+      session.versions[unit] = header.version;
+      ++session.pushed;
+      return true;
+    }
+    case Header::Kind::end: {
+      require(std::exchange(session.pushed, 0) == session.slots.size(), "{} ended step {} without gradients of all {} Units",
+              name_of(session), header.step, session.slots.size());
+      {
+        const std::lock_guard lock(mutex);
+        if (!together()) session.norm = header.norm;
+        ledger.add({.worker = session.worker,
+                    .step = header.step,
+                    .versions = session.versions,
+                    .mixed = header.version < 0,
+                    .finite = header.flag != 0,
+                    .number = header.number});
+        ++changes;
+        changed.notify_all();
+      }
+      await_and_answer(session);
+      return true;
+    }
+    case Header::Kind::abandon: session.pushed = 0; return true;
+    case Header::Kind::leave: {
+      const std::lock_guard lock(mutex);
+      ledger.leave(session.worker);
+      ++changes;
+      changed.notify_all();
+      return false;
+    }
+    default: fail("{} sent message {}, which no worker sends", name_of(session), static_cast<int>(header.kind));
+  }
+}
+
+void Server::State::await_and_answer(Session& session) {
+  std::int64_t version = 0;
+  {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return over || (ledger.outcome(session.worker) && ledger.may_go_on(session.worker)); });
+    require(!over, "the run ends");
+    const auto outcome = *ledger.outcome(session.worker);
+    version = outcome.version;
+    if (!outcome.used) {
+      session.used = false;
+      session.norm = session.number = 0;
+    }
+    report.most_lead = std::max(report.most_lead, ledger.lead(session.worker));
+  }
+  answer(session, version);
+}
+
+// Sends all weights, each Unit's as soon as it has seen update `version`.
+void Server::State::answer(Session& session, std::int64_t version) {
+  std::vector<std::int64_t> sent_versions(session.slots.size());
+  // Where updates do not wait for this worker, those that come meanwhile must not leave it weights of two versions, whose
+  // gradients nobody could use.
+  const bool all_at_once = together() && (options.backup > 0 || version == 0);
+  for (bool uniform = !all_at_once; !uniform;) {
+    for (std::size_t unit = 0; unit < session.slots.size(); ++unit)
+      sent_versions[unit] = copy_weights(session, unit, version);
+    uniform =
+        std::all_of(sent_versions.begin(), sent_versions.end(), [&](auto one) { return one == sent_versions.front(); });
+  }
+  std::vector<Work> works;
+  for (std::size_t unit = 0; unit < session.slots.size(); ++unit) {
+    if (!all_at_once) sent_versions[unit] = copy_weights(session, unit, version);
+    Header header{.kind = Header::Kind::answer, .unit = static_cast<std::int64_t>(unit), .version = sent_versions[unit]};
+    {
+      const std::lock_guard lock(mutex);
+      header.step = ledger.steps(session.worker);
+      header.durable = durable;
+      header.flag = session.used;
+      header.norm = session.norm;
+      header.number = session.number;
+    }
+    Nanoseconds until = 0;
+    const auto& slot = session.slots[unit];
+    works.push_back(session.peer->send(header, averages(version) ? slot.averages : slot.weights, &until));
+    // Answers to several workers go out in turns.
+    if (until > 0) sleep_until(until);
+  }
+  for (auto& work : works)
+    while (!work.wait_for(std::chrono::milliseconds(100))) require(!over, "the run ends");
+}
+
+std::int64_t Server::State::copy_weights(Session& session, std::size_t unit, std::int64_t at_least) {
+  {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return over || unit_versions[unit] >= at_least; });
+    require(!over, "the run ends");
+  }
+  const at::NoGradGuard no_grad;
+  const std::lock_guard still(*unit_mutexes[unit]);
+  const auto& trained = shares->unit(unit).trained();
+  auto& slot = session.slots[unit];
+  for (std::size_t at = 0; at < trained.size(); ++at)
+    averages(at_least) ? slot.averages[at].copy_(trained[at].gradient) : slot.weights[at].copy_(weights_of(trained[at]));
+  const std::lock_guard lock(mutex);
+  return unit_versions[unit];
+}
+
+void Server::State::lose(Session& session, const std::string& why) {
+  const auto line = why.substr(0, why.find('\n'));
+  if (options.lost == WhenLost::stop)
+    throw PeerLost(fmt::format("{} was lost: {}; the run ends (server_lost = stop; allowed: stop | drop | wait)",
+                               name_of(session), line));
+  const std::lock_guard lock(mutex);
+  ledger.lose(session.worker, options.lost == WhenLost::wait);
+  ++changes;
+  session.pushed = 0;
+  if (options.lost == WhenLost::drop) {
+    dropped_workers.push_back(session.worker);
+    options.log.warning("{} was lost after {} steps; the run goes on without it (server_lost = drop)", name_of(session),
+                        ledger.steps(session.worker));
+  } else {
+    options.log.warning("{} was lost after {} steps; the run waits for it (server_lost = wait)", name_of(session),
+                        ledger.steps(session.worker));
+  }
+  changed.notify_all();
+}
+
+void Server::State::await_return(Session& session) {
+  session.peer.reset();
+  ++session.life;
+  const auto lives = fmt::format("{}/worker {}/lives", options.name, session.worker);
+  while (world.store().add(lives, 0) < session.life) {
+    std::unique_lock lock(mutex);
+    // Nobody tells this thread: the store is asked.
+    changed.wait_for(lock, std::chrono::milliseconds(200), [&] { return over.load(); });
+    require(!over, "the run ends");
+  }
+  session.life = world.store().add(lives, 0);
+  connect(session);
+  greet(session, {});
+  const std::lock_guard lock(mutex);
+  ledger.come_back(session.worker);
+  ++changes;
+  changed.notify_all();
+  options.log.info("{} is back after {} steps", name_of(session), ledger.steps(session.worker));
+}
+
+}  // namespace bonfire
