@@ -72,6 +72,8 @@ std::optional<StepBatches> Loader::read_step(std::uint64_t position) const {
 
 Batch Loader::read_batch(std::uint64_t first, std::uint64_t last) const {
   Batch batch{empty_of(input_, last - first, options_.pin_memory), empty_of(target_, last - first, options_.pin_memory), {}};
+  if (source_->separates_documents())
+    batch.documents = at::empty({static_cast<std::int64_t>(last - first), input_.elements()}, at::kLong);
   auto* input = static_cast<char*>(batch.input.data_ptr());
   auto* target = static_cast<char*>(batch.target.data_ptr());
   const auto input_bytes = input_.elements() * static_cast<std::int64_t>(c10::elementSize(input_.dtype));
@@ -79,6 +81,10 @@ Batch Loader::read_batch(std::uint64_t first, std::uint64_t last) const {
   for (auto position = first; position < last; ++position, input += input_bytes, target += target_bytes) {
     batch.samples.push_back(order_(position));
     source_->read(batch.samples.back(), input, target);
+    if (!batch.documents.defined()) continue;
+    auto* const starts =
+        batch.documents.data_ptr<std::int64_t>() + static_cast<std::int64_t>(position - first) * input_.elements();
+    source_->document_starts(batch.samples.back(), {starts, static_cast<std::size_t>(input_.elements())});
   }
   return batch;
 }

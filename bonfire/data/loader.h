@@ -25,6 +25,8 @@ struct Batch {
   at::Tensor input;
   at::Tensor target;
   std::vector<std::uint64_t> samples;  // which of the source's, in order
+  // [samples, positions], int64: where the document of each position begins. Undefined where each sample is one.
+  at::Tensor documents{};
 };
 
 // One rank's part of one optimizer step.

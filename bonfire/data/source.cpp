@@ -14,6 +14,10 @@ std::int64_t SampleField::elements() const {
   return product;
 }
 
+void Source::document_starts(std::uint64_t /*index*/, std::span<std::int64_t> /*starts*/) const {
+  fail("documents asked of a source whose samples have none");
+}
+
 void TokenSource::read(std::uint64_t index, void* input, void* target) const {
   const auto length = static_cast<std::size_t>(sequence());
   const std::span<std::int64_t> head(static_cast<std::int64_t*>(input), length);
@@ -33,6 +37,11 @@ SourceSlice::SourceSlice(std::shared_ptr<const Source> whole, std::uint64_t firs
 void SourceSlice::read(std::uint64_t index, void* input, void* target) const {
   require(index < count_, "sample {} asked of {}", index, count_);
   whole_->read(first_ + index, input, target);
+}
+
+void SourceSlice::document_starts(std::uint64_t index, std::span<std::int64_t> starts) const {
+  require(index < count_, "sample {} asked of {}", index, count_);
+  whole_->document_starts(first_ + index, starts);
 }
 
 SourceSplit split(std::shared_ptr<const Source> source, double fraction) {

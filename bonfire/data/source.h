@@ -34,6 +34,11 @@ class BONFIRE_API Source {
   virtual SampleField target() const = 0;
   // Writes the sample into buffers of the two fields' type and number of elements. REQUIRES: index < size().
   virtual void read(std::uint64_t index, void* input, void* target) const = 0;
+  // Whether samples consist of documents that keep to themselves.
+  virtual bool separates_documents() const { return false; }
+  // For each position of a sample's input, the position at which its document begins; 0 where that is before the sample.
+  // REQUIRES: index < size(), separates_documents(), as many starts as the input has positions.
+  virtual void document_starts(std::uint64_t index, std::span<std::int64_t> starts) const;
 };
 
 // A source of language: a sample is a window of sequence() + 1 tokens below vocab(). The input is all but the last of
@@ -59,6 +64,8 @@ class BONFIRE_API SourceSlice : public Source {
   SampleField input() const override { return whole_->input(); }
   SampleField target() const override { return whole_->target(); }
   void read(std::uint64_t index, void* input, void* target) const override;
+  bool separates_documents() const override { return whole_->separates_documents(); }
+  void document_starts(std::uint64_t index, std::span<std::int64_t> starts) const override;
 
  private:
   std::shared_ptr<const Source> whole_;

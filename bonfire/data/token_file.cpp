@@ -115,7 +115,8 @@ void TokenFile::open_llmc(const std::string& path) {
 }
 
 void TokenFile::open_megatron(const std::string& index_path, const std::string& path, IndexCheck check) {
-  const InputFile index(index_path);
+  index_ = std::make_shared<InputFile>(index_path);
+  const InputFile& index = *index_;
   char magic[megatron::magic_bytes] = {};
   if (index.size() >= megatron::header_bytes) index.read(0, std::as_writable_bytes(std::span(magic)));
   if (std::memcmp(magic, megatron::magic, megatron::magic_bytes) != 0)
@@ -167,6 +168,8 @@ void TokenFile::open_megatron(const std::string& index_path, const std::string& 
     before = bound;
   }
   if (end == 0) fail_config("'{}': holds no token", index_path);
+  sequences_ = sequences;
+  documents_ = bounds - 1;
 
   file_ = std::make_shared<InputFile>(path);
   if (file_->size() != end)
@@ -195,6 +198,43 @@ void TokenFile::copy(std::uint64_t first, std::span<std::int64_t> tokens) const 
     case TokenType::u32: return widen<std::uint32_t>(tokens);
     case TokenType::i32: return widen<std::int32_t>(tokens);
     case TokenType::i64: return;
+  }
+}
+
+std::uint64_t TokenFile::document_begin(std::uint64_t number) const {
+  const auto pointers_at = megatron::header_bytes + 4 * sequences_, bound_at = pointers_at + 8 * sequences_ + 8 * number;
+  const auto bound = index_->at<std::int64_t>(bound_at);
+  if (bound < 0 || static_cast<std::uint64_t>(bound) > sequences_)
+    fail_config("'{}': document bound {} at byte {} is {}, must be 0 to {}", index_->path(), number, bound_at, bound,
+                sequences_);
+  if (static_cast<std::uint64_t>(bound) == sequences_) return size_;
+  const auto pointer_at = pointers_at + 8 * static_cast<std::uint64_t>(bound);
+  const auto pointer = index_->at<std::int64_t>(pointer_at);
+  const auto width = bytes_of(type_);
+  if (pointer < 0 || static_cast<std::uint64_t>(pointer) > size_ * width || static_cast<std::uint64_t>(pointer) % width != 0)
+    fail_config("'{}': pointer of sequence {} at byte {} is {}, must be a multiple of {} from 0 to {}", index_->path(),
+                bound, pointer_at, pointer, width, size_ * width);
+  return static_cast<std::uint64_t>(pointer) / width;
+}
+
+void TokenFile::document_starts(std::uint64_t first, std::span<std::int64_t> starts) const {
+  require(index_ && first <= size_ && starts.size() <= size_ - first, "'{}': documents of {} tokens from {} asked of {}",
+          path(), starts.size(), first, size_);
+  // The last document that begins at `first` or before it.
+  std::uint64_t document = 0, after = documents_;
+  while (after - document > 1) {
+    const auto middle = document + (after - document) / 2;
+    (document_begin(middle) <= first ? document : after) = middle;
+  }
+  std::int64_t begin = 0;
+  std::uint64_t next = after;
+  for (std::size_t at = 0; at < starts.size();) {
+    const auto end = next <= documents_ ? document_begin(next) : size_;
+    ++next;
+    const auto count = end > first ? std::min<std::uint64_t>(end - first, starts.size()) : 0;
+    if (count <= at) continue;
+    for (; at < count; ++at) starts[at] = begin;
+    begin = static_cast<std::int64_t>(count);
   }
 }
 

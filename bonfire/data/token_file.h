@@ -40,14 +40,23 @@ class BONFIRE_API TokenFile {
   void copy(std::uint64_t first, std::span<std::int64_t> tokens) const;
   // The same as they are in the file, for as many as `bytes` holds.
   void read(std::uint64_t first, std::span<std::byte> bytes) const;
+  // Whether there is an index that says where documents begin.
+  bool knows_documents() const { return index_ != nullptr; }
+  // For each of the tokens from `first` on, where its document begins, counted from `first`; 0 where that is before it.
+  // Throws ConfigError where the index is not as it should be. REQUIRES: knows_documents(), first + starts.size() <= size().
+  void document_starts(std::uint64_t first, std::span<std::int64_t> starts) const;
   // Throws ConfigError with the first of `tokens`, which begin at `first`, that is not in {0, ..., vocab - 1}.
   void require_tokens(std::uint64_t first, std::span<const std::int64_t> tokens, std::int64_t vocab) const;
 
  private:
+  // The first token of document `number`, and of what would follow the last.
+  std::uint64_t document_begin(std::uint64_t number) const;
   void open_llmc(const std::string& path);
   void open_megatron(const std::string& index_path, const std::string& path, IndexCheck check);
 
   std::shared_ptr<const InputFile> file_;
+  std::shared_ptr<const InputFile> index_{};  // Megatron's
+  std::uint64_t sequences_ = 0, documents_ = 0;
   std::uint64_t offset_ = 0;  // of the first token, in bytes
   std::uint64_t size_ = 0;
   TokenType type_ = TokenType::u16;

@@ -4,12 +4,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <thread>
 
 #include "bonfire/base/error.h"
 #include "bonfire/data/classes.h"
 #include "bonfire/data/markov.h"
 
-namespace bonfire {
+namespace bonfire::loader_test {
 namespace {
 
 // Sample i is i, i + 1, ...: what a batch holds can be read from it.
@@ -196,7 +198,9 @@ TEST(Loader, ReadsAsFarAheadAsAskedAndNoFurther) {
     for (int step = 1; step <= steps; ++step) {
       source->allowed = batch * (step + prefetch);  // the steps taken, and those ahead
       loader.next();
-      while (source->reads < source->allowed) std::this_thread::yield();
+      const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+      while (source->reads < source->allowed && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+      ASSERT_GE(source->reads, source->allowed) << "step " << step;
     }
   }
   EXPECT_EQ(source->reads, batch * (steps + prefetch));
@@ -295,4 +299,4 @@ TEST(Classes, TheNearestPatternIsTheClass) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::loader_test

@@ -8,7 +8,7 @@
 
 #include "bonfire/base/error.h"
 
-namespace bonfire {
+namespace bonfire::markov_test {
 namespace {
 
 std::vector<std::int64_t> window_of(const TokenSource& source, std::uint64_t index) {
@@ -127,4 +127,4 @@ TEST(Markov, RefusesWhatMakesNoChain) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::markov_test

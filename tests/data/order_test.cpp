@@ -7,7 +7,7 @@
 #include <numeric>
 #include <vector>
 
-namespace bonfire {
+namespace bonfire::order_test {
 namespace {
 
 std::vector<std::uint64_t> all_of(const Permutation& permutation, std::uint64_t size) {
@@ -77,4 +77,4 @@ TEST(SampleOrder, EveryEpochIsAnotherPermutation) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::order_test

@@ -18,7 +18,7 @@
 #include "tests/support/thrown.h"
 
 // Files as training meets them: large, changed while they are read, or no files at all.
-namespace bonfire {
+namespace bonfire::token_check_test {
 namespace {
 namespace fs = std::filesystem;
 using bonfire::testing::Folder;
@@ -153,4 +153,4 @@ TEST(TokenCheck, ThereMayBeMoreFilesThanAProcessMayOpenByDefault) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::token_check_test

@@ -11,7 +11,7 @@
 #include "bonfire/data/token_writer.h"
 #include "tests/support/thrown.h"
 
-namespace bonfire {
+namespace bonfire::token_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -326,4 +326,4 @@ TEST_F(TokenFileTest, AnUnfinishedFileLeavesNothing) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::token_test

@@ -1,46 +1,26 @@
-#include "bonfire/data/tokenizer.h"
-
 #include <gtest/gtest.h>
 
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <thread>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/random.h"
+#include "bonfire/text/text_files.h"
+#include "bonfire/text/tokenizer.h"
+#include "tests/support/shell.h"
 
-namespace bonfire {
+namespace bonfire::sentencepiece_test {
 namespace {
 
 namespace fs = std::filesystem;
 
 const std::string program = BONFIRE_BUILD_DIR "/bonfire_sentencepiece";
 const std::string oracle = BONFIRE_BUILD_DIR "/sentencepiece_oracle";
-
-class TokenizerTest : public testing::Test {
- protected:
-  TokenizerTest() {
-    auto pattern = (fs::temp_directory_path() / "bonfire-tokenizer-XXXXXX").string();
-    folder_ = mkdtemp(pattern.data());
-  }
-  ~TokenizerTest() override { fs::remove_all(folder_); }
-
-  std::string write(const std::string& name, const std::string& text) {
-    std::ofstream(folder_ / name, std::ios::binary) << text;
-    return (folder_ / name).string();
-  }
-
-  fs::path folder_;
-};
-
-std::vector<std::int64_t> tokens_of(const Tokenizer& tokenizer, const std::string& path) {
-  std::vector<std::int64_t> tokens;
-  tokenizer.encode_file(path, [&](auto piece) { tokens.insert(tokens.end(), piece.begin(), piece.end()); });
-  return tokens;
-}
 
 // Lines of words made of few syllables, so that a model finds pieces longer than a letter.
 std::string some_text(int words) {
@@ -54,24 +34,22 @@ std::string some_text(int words) {
   return text;
 }
 
-TEST_F(TokenizerTest, BytesAreThemselves) {
+TEST(ByteTokenizer, BytesAreThemselves) {
   const auto tokenizer = byte_tokenizer();
   EXPECT_EQ(tokenizer->vocab(), 256);
   const std::string text("a\0\n\xff\x80z", 6);
-  EXPECT_EQ(tokens_of(*tokenizer, write("text", text)), (std::vector<std::int64_t>{'a', 0, '\n', 255, 128, 'z'}));
-  EXPECT_TRUE(tokens_of(*tokenizer, write("empty", "")).empty());
-  const auto large = some_text(20000);
-  const auto tokens = tokens_of(*tokenizer, write("large", large));
-  ASSERT_EQ(tokens.size(), large.size());
-  for (std::size_t at = 0; at < large.size(); ++at) ASSERT_EQ(tokens[at], static_cast<unsigned char>(large[at]));
-  EXPECT_THROW(tokens_of(*tokenizer, (folder_ / "none").string()), ConfigError);
-  EXPECT_THROW(tokens_of(*tokenizer, folder_.string()), ConfigError);
+  const auto tokens = tokenizer->encoder()->encode(text);
+  EXPECT_EQ(tokens, (std::vector<std::int64_t>{'a', 0, '\n', 255, 128, 'z'}));
+  EXPECT_EQ(tokenizer->decode(tokens), text);
 }
 
-TEST_F(TokenizerTest, SentencePieceGivesWhatItsOwnLibraryGives) {
+TEST(SentencePiece, GivesWhatItsOwnLibraryGives) {
   if (!fs::exists(program) || !fs::exists(oracle)) GTEST_SKIP() << "built without SentencePiece";
-  const auto text = write("text", some_text(5000));
-  const auto prefix = (folder_ / "m").string(), answer = (folder_ / "answer").string();
+  const testing::Folder folder;
+  const auto content = some_text(5000);
+  const auto text = folder / "text";
+  folder.write("text", content);
+  const auto prefix = (folder.path() / "m").string(), answer = (folder.path() / "answer").string();
   ASSERT_EQ(std::system(fmt::format("'{}' '{}' '{}' > '{}' 2> '{}'", oracle, prefix, text, answer, answer + ".log").c_str()),
             0);
   std::ifstream file(answer);
@@ -84,13 +62,26 @@ TEST_F(TokenizerTest, SentencePieceGivesWhatItsOwnLibraryGives) {
   EXPECT_EQ(tokenizer->vocab(), vocab);
   EXPECT_EQ(vocab, 400);
   EXPECT_GT(expected.size(), 5000);
-  EXPECT_EQ(tokens_of(*tokenizer, text), expected);
+  std::vector<std::int64_t> found;
+  encode_files(*tokenizer, {.paths = {text}, .threads = 2},
+               [&](auto tokens, bool) { found.insert(found.end(), tokens.begin(), tokens.end()); });
+  EXPECT_EQ(found, expected);
 
-  // Who takes may stop: the program ends, and the error arrives.
-  EXPECT_THROW(tokenizer->encode_file(text, [](auto) { fail("enough"); }), Error);
+  // And back; its piece of a token is found under its name.
+  EXPECT_EQ(tokenizer->decode(expected), content.substr(0, content.find_last_not_of(' ') + 1));
+  EXPECT_EQ(tokenizer->find("</s>"), tokenizer->end_of_text());
+  EXPECT_EQ(tokenizer->find("no such piece"), std::nullopt);
+  // Two encoders and the tokenizer itself do not disturb each other, nor does what is not UTF-8.
+  const auto one = tokenizer->encoder(), other = tokenizer->encoder();
+  const auto tokens = one->encode("bonfire");
+  EXPECT_EQ(other->encode("bonfire"), tokens);
+  EXPECT_EQ(tokenizer->decode(tokens), "bonfire");
+  EXPECT_FALSE(one->encode("\xff\xc3").empty());
+  EXPECT_TRUE(one->encode("").empty());
 }
 
-TEST_F(TokenizerTest, SaysWhatIsWrongWithAModel) {
+TEST(SentencePiece, SaysWhatIsWrongWithAModel) {
+  const testing::Folder folder;
   const auto message_of = [&](const SentencePieceOptions& options) -> std::string {
     try {
       sentencepiece_tokenizer(options);
@@ -99,15 +90,16 @@ TEST_F(TokenizerTest, SaysWhatIsWrongWithAModel) {
     }
     return {};
   };
-  EXPECT_NE(message_of({.model = "x.model", .program = (folder_ / "none").string()}).find("libsentencepiece-dev"),
+  EXPECT_NE(message_of({.model = "x.model", .program = (folder.path() / "none").string()}).find("libsentencepiece-dev"),
             std::string::npos);
   if (!fs::exists(program)) GTEST_SKIP() << "built without SentencePiece";
-  EXPECT_NE(message_of({.model = (folder_ / "x.model").string(), .program = program}).find("x.model': No such file"),
+  EXPECT_NE(message_of({.model = (folder.path() / "x.model").string(), .program = program}).find("x.model': No such file"),
             std::string::npos);
-  const auto broken = write("broken.model", "this is no model");
+  const auto broken = folder / "broken.model";
+  folder.write("broken.model", "this is no model");
   EXPECT_NE(message_of({.model = broken, .program = program}).find("broken.model': SentencePiece failed"), std::string::npos)
       << message_of({.model = broken, .program = program});
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::sentencepiece_test
