@@ -64,8 +64,7 @@ std::optional<std::uint64_t> bytes_of(const std::vector<std::int64_t>& shape, St
 }
 
 StoredType type_of(const Json& json) {
-  for (const auto& entry : types)
-    if (entry.name == json.string()) return entry.type;
+  if (const auto type = stored_type_of(json.string())) return *type;
   std::vector<std::string_view> names;
   for (const auto& entry : types) names.push_back(entry.name);
   json.refuse(fmt::format("dtype \"{}\" is not known; allowed: {}", json.string(), fmt::join(names, " | ")));
@@ -102,6 +101,11 @@ StoredTensor tensor_of(const std::string& name, const Json& json) {
 
 std::string_view name_of(StoredType type) { return entry_of(type).name; }
 std::int64_t bytes_of(StoredType type) { return entry_of(type).bytes; }
+std::optional<StoredType> stored_type_of(std::string_view name) {
+  for (const auto& entry : types)
+    if (entry.name == name) return entry.type;
+  return std::nullopt;
+}
 
 SafetensorsHeader parse_safetensors(std::string_view header, std::uint64_t data_bytes, const std::string& name) {
   if (!header.starts_with('{')) fail_config("'{}': its header does not begin with '{{': this is no safetensors file", name);

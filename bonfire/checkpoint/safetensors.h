@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -21,6 +22,7 @@ namespace bonfire {
 enum class StoredType { boolean, u8, i8, f8_e5m2, f8_e4m3, i16, u16, f16, bf16, i32, u32, f32, f64, i64, u64 };
 BONFIRE_API std::string_view name_of(StoredType type);
 BONFIRE_API std::int64_t bytes_of(StoredType type);
+BONFIRE_API std::optional<StoredType> stored_type_of(std::string_view name);  // nothing: there is none of this name
 
 struct StoredTensor {
   std::string name;
@@ -51,6 +53,7 @@ class BONFIRE_API SafetensorsFile {
   const std::vector<StoredTensor>& tensors() const { return header_.tensors; }
   const StoredMetadata& metadata() const { return header_.metadata; }
   const StoredTensor* find(std::string_view name) const;  // null: it is not there
+  std::uint64_t data_offset() const { return data_; }     // of the first tensor in the file
 
   // The tensor's bytes from `offset` on. Throws Error where they cannot be read. REQUIRES: they are the tensor's.
   void read(const StoredTensor& tensor, std::uint64_t offset, std::span<std::byte> bytes) const;

@@ -13,7 +13,7 @@
 #include "tests/support/shell.h"
 #include "tests/support/thrown.h"
 
-namespace bonfire {
+namespace bonfire::safetensors_test {
 namespace {
 
 using bonfire::testing::Folder;
@@ -207,4 +207,4 @@ TEST_F(Safetensors, DamagedHeadersAreReadOrRefused) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::safetensors_test

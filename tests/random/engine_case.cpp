@@ -26,7 +26,7 @@ EngineOptions draw_options(Draw draw, int factor) {
   if (draw.chance(20)) options.offload = draw.pick({Offload::optimizer, Offload::parameters});
   if (draw.chance(30))
     options.wrap =
-        draw.pick({Wrap::types, Wrap::min_parameters, Wrap::predicate, Wrap::all_in_one, Wrap::apart, Wrap::ignored});
+        draw.pick({Wrap::types, Wrap::min_parameters, Wrap::predicate, Wrap::all_in_one, Wrap::tied, Wrap::ignored});
   if (draw.chance(2)) options.wrap = draw.pick({Wrap::unknown_type, Wrap::two_at_once});
   if (draw.chance(50)) {
     options.bucket_bytes = draw.pick({1, 200, 700, 4000});
@@ -56,7 +56,14 @@ Update draw_update(Draw draw) {
   return update;
 }
 
-Event draw_event(Draw draw, bool first) {
+bool throws(Act act) { return act == Act::throw_forward || act == Act::throw_backward || act == Act::throw_on_one; }
+
+Mask draw_mask(Draw draw) {
+  const auto mask = draw.pick({Mask::none, Mask::some, Mask::some, Mask::microbatch, Mask::all});
+  return mask == Mask::all && !draw.chance(30) ? Mask::some : mask;
+}
+
+Event draw_event(Draw draw, const Model& model, bool first) {
   Event event;
   if (!first && draw.chance(30))
     event.act = draw.pick({Act::evaluate, Act::evaluate, Act::drop, Act::read, Act::write, Act::backward_twice});
@@ -71,7 +78,75 @@ Event draw_event(Draw draw, bool first) {
   event.uneven = draw.chance(20);
   event.input_gradient = draw.chance(25);
   event.after = draw.below(3);
+  event.mask = draw_mask(draw.fork("mask"));
+  event.length = model.length;
+  Draw lengths = draw.fork("lengths");
+  if (model.length == 0) return event;
+  if (lengths.chance(event.act == Act::evaluate ? 60 : 20)) event.length = lengths.between(1, 6);
+  event.lengths = lengths.chance(15);
   return event;
+}
+
+// Whether ranks run different parts.
+bool runs_apart(const Part& root) {
+  const auto parts = parts_of(root);
+  return std::any_of(parts.begin(), parts.end(), [](const Part* part) {
+    return std::any_of(part->calls.begin(), part->calls.end(),
+                       [](const Call& call) { return call.when == When::odd_ranks; });
+  });
+}
+
+// An engine for each of the root's children. What they share would belong to several.
+void make_several(Draw draw, EngineCase& each) {
+  each.several = true;
+  Part& root = each.model.root;
+  for (int at = 0; root.children.size() < 2; ++at)
+    root.children.insert(root.children.begin(), draw_part(draw.fork(at), {.sharing = false, .depth = 1}));
+  each_part(root, [&](Part& part) {
+    part.shared = -1;
+    for (auto& layer : part.layers) layer.tie = -1, layer.alias = false;
+    // They must run the same Units on all ranks.
+    if (each.comes_and_goes())
+      for (auto& call : part.calls)
+        if (call.when == When::odd_ranks) call.when = When::always;
+  });
+  for (auto& child : root.children) {
+    const auto parts = parts_of(child);
+    if (std::all_of(parts.begin(), parts.end(), [](const Part* part) { return part->layers.empty(); }))
+      child = {.layers = {Layer{}}, .registration = {0}, .calls = {{.item = 0}}};
+    if (each.comes_and_goes() && !draw.chance(2)) child.mark = Mark::alpha;
+  }
+  std::vector<int> order;
+  for (int child = 0; child < static_cast<int>(root.children.size()); ++child) order.push_back(child);
+  root = {.children = root.children, .registration = order};
+  // Tokens go into the last one.
+  if (each.model.tokens) std::rotate(order.begin(), order.end() - 1, order.end());
+  for (const int child : order) root.calls.push_back({.item = child, .residual = draw.chance(50)});
+  if (each.model.tokens) root.calls.front().residual = false;
+  each.update.clip = 0;  // by the norm of all
+  each.options.build_scope = false;
+  if (each.options.wrap == Wrap::types || each.options.wrap == Wrap::tied || each.options.wrap == Wrap::ignored)
+    each.options.wrap = Wrap::every;
+}
+
+// Drawn after everything else, which means what it did without them.
+void draw_later_options(Draw draw, EngineCase& each) {
+  if (draw.chance(20)) each.options.versions = draw.pick({2, 2, 3});
+  if (draw.chance(1)) each.options.versions = 0;
+  // Some seeds are there to be refused; most are not.
+  if (each.options.versions > 1 && !draw.chance(10)) each.options.reshard_ranks = 0;
+  if (each.options.versions > 1 && !draw.chance(3)) each.model.root.mark = Mark::alpha;
+  // A late backward needs Units once more, which some ranks alone may do only with this.
+  if (each.options.versions > 1 && runs_apart(each.model.root)) each.options.negotiate = true;
+  each.options.own_options = draw.chance(20);
+  if (each.options.own_options && !draw.chance(10)) each.options.build_scope = false;
+  if (draw.chance(12)) make_several(draw.fork("several"), each);
+  if (each.options.versions > 1)
+    for (auto& event : each.script)
+      if (event.act == Act::train && draw.chance(50)) {
+        event.act = Act::late;
+        event.microbatches = draw.between(1, each.options.versions);
+      }
 }
 
 }  // namespace
@@ -87,19 +162,34 @@ EngineCase draw_engine_case(std::uint64_t seed) {
     each.factor = draw.chance(75) ? each.ranks : 1;
   each.options = draw_options(draw.fork("options"), each.factor);
   each.model = draw_model(draw.fork("model"));
+  Draw work = draw.fork("work");
+  each.classes = work.chance(35);
+  if (each.model.length == 0 && work.chance(30)) each.model.length = work.between(1, 4);
   if (each.comes_and_goes() && !draw.chance(3)) each.model.root.mark = Mark::alpha;
   // A build scope shards Units before they meet.
   if (shares(each.model.root) || each.options.wrap >= Wrap::predicate) each.options.build_scope = false;
   each.update = draw_update(draw.fork("update"));
   for (int at = 0, events = draw.between(2, 5); at < events; ++at)
-    each.script.push_back(draw_event(draw.fork("events").fork(at), at == 0));
+    each.script.push_back(draw_event(draw.fork("events").fork(at), each.model, at == 0));
   // Somebody has to throw.
   for (auto& event : each.script)
-    if (event.act >= Act::throw_forward && each.model.root.calls.empty()) event.act = Act::train;
+    if (throws(event.act) && each.model.root.calls.empty()) event.act = Act::train;
   if (std::none_of(each.script.begin(), each.script.end(), [](const Event& event) { return event.act == Act::train; }))
     each.script.back().act = Act::train;
   each.look_often = draw.chance(50);
+  draw_later_options(draw.fork("later"), each);
+  each.options.recompute = draw.fork("recompute").pick({0, 0, 0, 1, 2, 3});
+  // Ranks that run different Units twice learn no common order. A forward without a backward then leaves the others to answer
+  // it, who may be waiting for another collective of the user's.
+  const bool drops =
+      std::any_of(each.script.begin(), each.script.end(), [](const Event& event) { return event.act == Act::drop; });
+  if (each.classes && drops && runs_apart(each.model.root)) each.options.recompute = 0;
   return each;
+}
+
+std::string name_of(Mask mask) {
+  constexpr const char* names[] = {"", ", some targets masked", ", a whole microbatch masked", ", everything masked"};
+  return names[static_cast<int>(mask)];
 }
 
 bool backward_may_repeat(const EngineCase& each) { return each.factor == 1; }
@@ -108,37 +198,38 @@ Verdict verdict_of(const EngineCase& each) {
   const auto& options = each.options;
   const auto& root = each.model.root;
   if (each.factor > 1 && options.what == Sharded::none) return Verdict::refused;
-  if (options.prefetch < 0) return Verdict::refused;
+  if (options.prefetch < 0 || options.versions < 1) return Verdict::refused;
+  if (options.versions > 1 && options.reshard_ranks > 1) return Verdict::refused;
   if (options.reshard_ranks > 0 && each.factor % options.reshard_ranks != 0) return Verdict::refused;
   if (options.offload == Offload::parameters && each.factor > 1 && options.what != Sharded::parameters)
     return Verdict::refused;
-  if (options.wrap == Wrap::apart && each.comes_and_goes()) return Verdict::refused;
   if (options.wrap == Wrap::unknown_type || options.wrap == Wrap::two_at_once) return Verdict::refused;
   if (options.wrap == Wrap::types && !has_mark(root, Mark::beta)) return Verdict::refused;
-  if (each.comes_and_goes() && root.mark == Mark::plain) return Verdict::refused;
+  if (each.comes_and_goes()) {
+    const auto unmarked = [](const Part& part) { return part.mark == Mark::plain; };
+    if (each.several ? std::any_of(root.children.begin(), root.children.end(), unmarked) : unmarked(root))
+      return Verdict::refused;
+    if (options.build_scope && options.own_options) return Verdict::refused;
+  }
   if (is_strange(root)) return Verdict::either;
   // What ranks that have run different Units throw ends the run.
-  const auto parts = parts_of(root);
-  const bool apart = std::any_of(parts.begin(), parts.end(), [](const Part* part) {
-    return std::any_of(part->calls.begin(), part->calls.end(),
-                       [](const Call& call) { return call.when == When::odd_ranks; });
-  });
-  const auto throws = [](const Event& event) { return event.act >= Act::throw_forward; };
-  if (apart && std::any_of(each.script.begin(), each.script.end(), throws)) return Verdict::either;
+  if (runs_apart(root) &&
+      std::any_of(each.script.begin(), each.script.end(), [](const Event& event) { return throws(event.act); }))
+    return Verdict::either;
   // Freezing is refused between a forward with gradients and its backward, and nobody tells that none will come.
   const auto any = [&](auto&& is) { return std::any_of(each.script.begin(), each.script.end(), is); };
-  if (any([](const Event& event) { return event.act == Act::drop; }) &&
-      any([](const Event& event) { return event.frozen > 0; }))
-    return Verdict::either;
+  const auto leaves_forward = [&](const Event& event) {
+    return event.act == Act::drop || (each.several && event.act == Act::throw_forward);
+  };
+  if (any(leaves_forward) && any([](const Event& event) { return event.frozen > 0; })) return Verdict::either;
   return Verdict::works;
 }
 
 namespace {
 
 constexpr const char* wrap_names[] = {
-    "every Unit",          "types = {Beta}",        "min_parameters = 40",     "predicate",
-    "all_in_one",          "first parameter apart", "first parameter ignored", "types = {Gamma}",
-    "types and all_in_one"};
+    "every Unit",           "types = {Beta}",          "min_parameters = 40", "predicate",           "all_in_one",
+    "first parameter tied", "first parameter ignored", "types = {Gamma}",     "types and all_in_one"};
 constexpr const char* act_names[] = {"train",
                                      "evaluate",
                                      "forward that nobody differentiates",
@@ -149,7 +240,8 @@ constexpr const char* act_names[] = {"train",
                                      "accumulate, then a step",
                                      "forward throws, then a step",
                                      "backward throws, then a step",
-                                     "backward throws on the last rank"};
+                                     "backward throws on the last rank",
+                                     "forwards, then the backward of each with an update"};
 constexpr const char* rule_names[] = {"SGD", "Adam", "AdamW"};
 constexpr const char* offload_names[] = {"none", "optimizer", "parameters"};
 
@@ -169,6 +261,9 @@ std::string text_of(const EngineOptions& options) {
   if (options.broadcast) text += ", start = broadcast";
   if (options.build_scope) text += ", in a build scope";
   if (options.debug) text += ", debug";
+  if (options.versions != 1) text += fmt::format(", versions = {}", options.versions);
+  if (options.own_options) text += ", Units with options of their own";
+  if (options.recompute > 0) text += fmt::format(", recomputed Units ({})", options.recompute);
   return text;
 }
 
@@ -186,7 +281,7 @@ std::string text_of(const Update& update) {
   return text;
 }
 
-std::string text_of(const Event& event) {
+std::string text_of(const EngineCase& each, const Event& event) {
   std::string text = act_names[static_cast<int>(event.act)];
   if (event.microbatches > 1) text += fmt::format(", {} microbatches", event.microbatches);
   text += fmt::format(", {} samples{}", event.samples, event.uneven ? " and more on later ranks, none on rank 1" : "");
@@ -194,7 +289,9 @@ std::string text_of(const Event& event) {
   if (event.two_forwards) text += ", two forwards for each loss";
   if (event.frozen > 0) text += fmt::format(", pattern {} frozen", event.frozen);
   if (event.input_gradient) text += ", the input has a gradient";
-  if (event.act >= Act::throw_forward) text += fmt::format(", after call {}", event.after);
+  if (each.model.length > 0) text += fmt::format(", sequences of {}{}", event.length, event.lengths ? " and more" : "");
+  if (each.classes) text += name_of(event.mask);
+  if (throws(event.act)) text += fmt::format(", after call {}", event.after);
   return text;
 }
 
@@ -204,8 +301,10 @@ std::string text_of(const EngineCase& each) {
   std::string text = fmt::format("{} ranks, {} x {} (replicate x shard)\n{}\n{}\n", each.ranks, each.ranks / each.factor,
                                  each.factor, text_of(each.options), text_of(each.update));
   text += "model: " + text_of(each.model);
+  if (each.several) text += "each child of the root has an engine of its own\n";
+  if (each.classes) text += "the loss is a cross-entropy\n";
   for (std::size_t at = 0; at < each.script.size(); ++at)
-    text += fmt::format("event {}: {}\n", at, text_of(each.script[at]));
+    text += fmt::format("event {}: {}\n", at, text_of(each, each.script[at]));
   if (each.look_often) text += "whole parameters are compared after every event\n";
   return text;
 }
@@ -223,7 +322,10 @@ std::vector<EngineCase> simpler(const EngineCase& each) {
   add(each.ranks == 4, [](EngineCase& copy) { copy.ranks = 2, copy.factor = std::min(copy.factor, 2); });
   add(each.ranks == 3, [](EngineCase& copy) { copy.ranks = 2, copy.factor = std::min(copy.factor, 2); });
   add(each.ranks > 1, [](EngineCase& copy) { copy.ranks = 1, copy.factor = 1; });
-  for (auto& model : simpler(each.model)) add(true, [&](EngineCase& copy) { copy.model = model; });
+  for (auto& model : simpler(each.model))
+    add(!each.several || (model.root.layers.empty() && model.root.children.size() > 1 && model.tokens == each.model.tokens &&
+                          model.root.calls.size() == model.root.children.size()),
+        [&](EngineCase& copy) { copy.model = model; });
   const auto& options = each.options;
   add(!options.reshard, [](EngineCase& copy) { copy.options.reshard = true; });
   add(options.reshard_ranks > 0, [](EngineCase& copy) { copy.options.reshard_ranks = 0; });
@@ -237,7 +339,17 @@ std::vector<EngineCase> simpler(const EngineCase& each) {
   add(options.broadcast, [](EngineCase& copy) { copy.options.broadcast = false; });
   add(options.build_scope, [](EngineCase& copy) { copy.options.build_scope = false; });
   add(options.debug, [](EngineCase& copy) { copy.options.debug = false; });
+  add(options.own_options, [](EngineCase& copy) { copy.options.own_options = false; });
+  add(options.recompute > 0, [](EngineCase& copy) { copy.options.recompute = 0; });
+  add(options.recompute > 1, [](EngineCase& copy) { copy.options.recompute = 1; });
+  add(options.versions > 1, [](EngineCase& copy) {
+    copy.options.versions = 1;
+    for (auto& event : copy.script)
+      if (event.act == Act::late) event.act = Act::train;
+  });
+  add(each.several, [](EngineCase& copy) { copy.several = false, copy.model.root.mark = Mark::alpha; });
   add(each.look_often, [](EngineCase& copy) { copy.look_often = false; });
+  add(each.classes, [](EngineCase& copy) { copy.classes = false; });
   const auto& update = each.update;
   add(update.rule != Rule::sgd, [](EngineCase& copy) { copy.update.rule = Rule::sgd; });
   add(update.momentum > 0, [](EngineCase& copy) { copy.update.momentum = 0, copy.update.nesterov = false; });
@@ -259,6 +371,9 @@ std::vector<EngineCase> simpler(const EngineCase& each) {
     add_event(event.uneven, [](Event& copy) { copy.uneven = false; });
     add_event(event.samples != 2, [](Event& copy) { copy.samples = 2; });
     add_event(event.input_gradient, [](Event& copy) { copy.input_gradient = false; });
+    add_event(event.length != each.model.length, [&](Event& copy) { copy.length = each.model.length; });
+    add_event(event.lengths, [](Event& copy) { copy.lengths = false; });
+    add_event(each.classes && event.mask != Mask::none, [](Event& copy) { copy.mask = Mask::none; });
     add_event(event.after > 0, [](Event& copy) { copy.after = 0; });
   }
   return list;

@@ -13,7 +13,7 @@
 // does.
 namespace bonfire::cases {
 
-enum class Wrap { every, types, min_parameters, predicate, all_in_one, apart, ignored, unknown_type, two_at_once };
+enum class Wrap { every, types, min_parameters, predicate, all_in_one, tied, ignored, unknown_type, two_at_once };
 
 struct EngineOptions {
   plan::Sharded what = plan::Sharded::none;
@@ -29,6 +29,9 @@ struct EngineOptions {
   bool broadcast = false;  // ranks start with weights of their own
   bool build_scope = false;
   bool debug = false;
+  int versions = 1;
+  bool own_options = false;  // of Units, for some of them
+  int recompute = 0;         // Units that run again in backward: 0: none; 1: all that can; 2, 3: every second of those
 };
 
 enum class Act {
@@ -43,7 +46,11 @@ enum class Act {
   throw_forward,    // then a step
   throw_backward,   // the same
   throw_on_one,     // the last rank, and all hear of it; nothing comes after it
+  late,             // forwards, and then the backward of each, with an update behind it
 };
+
+// Which targets do not count, where they are numbers of classes.
+enum class Mask { none, some, microbatch, all };
 
 struct Event {
   Act act = Act::train;
@@ -54,6 +61,9 @@ struct Event {
   int samples = 2;
   bool uneven = false;  // ranks have different numbers of samples, perhaps none
   bool input_gradient = false;
+  int length = 0;        // of sequences, where the model has them
+  bool lengths = false;  // microbatches and ranks differ in it
+  Mask mask = Mask::none;
   int after = 0;  // which call of the root throws
 };
 
@@ -64,13 +74,18 @@ struct EngineCase {
   int factor = 1;
   EngineOptions options;
   Update update;
+  bool classes = false;  // the loss is a cross-entropy: the mean over all targets of a step that count
   std::vector<Event> script;
   bool look_often = false;  // whole parameters are compared after every event, not only at the end
+  bool several = false;     // the root only holds: each of its children has an engine, and all have one backward
 
   bool comes_and_goes() const {
-    return (options.what == plan::Sharded::parameters && factor > 1) || options.offload == plan::Offload::parameters;
+    return (options.what == plan::Sharded::parameters && factor > 1) || options.offload == plan::Offload::parameters ||
+           options.versions > 1;
   }
 };
+
+std::string name_of(Mask mask);
 
 // What the documentation says of it.
 Verdict verdict_of(const EngineCase& each);

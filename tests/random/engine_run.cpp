@@ -3,6 +3,7 @@
 #include <cmath>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -10,8 +11,11 @@
 
 #include "bonfire/shard/build_scope.h"
 #include "bonfire/shard/engine.h"
+#include "bonfire/shard/mean_scale.h"
 #include "tests/random/optimizer_of.h"
+#include "tests/random/own_options.h"
 #include "tests/random/plain.h"
+#include "tests/random/recomputed.h"
 #include "tests/random/refusal.h"
 
 namespace bonfire::cases {
@@ -36,7 +40,12 @@ ShardOptions options_of(const EngineCase& each, const PlainRun& plain) {
       wrapping.predicate = [](const std::string& path, torch::nn::Module&) { return path.size() % 2 == 0; };
       break;
     case Wrap::all_in_one: wrapping.all_in_one = true; break;
-    case Wrap::apart: wrapping.apart = {{plain.chosen}}; break;
+    // In a region of its own, as if other parts of a model held it too.
+    case Wrap::tied:
+      options.placement = [chosen = plain.chosen](const std::string& name, const at::Tensor&) {
+        return plan::Placement{.tie = name == chosen ? "chosen" : ""};
+      };
+      break;
     case Wrap::ignored: wrapping.ignored_parameters = {plain.chosen}; break;
   }
   if (asked.bucket_bytes > 0)
@@ -44,6 +53,8 @@ ShardOptions options_of(const EngineCase& each, const PlainRun& plain) {
   options.negotiate_order = asked.negotiate;
   options.start = asked.broadcast ? Start::broadcast : Start::check;
   options.debug = asked.debug;
+  options.versions = asked.versions;
+  if (asked.own_options) options.unit = own_options(each.seed);
   options.patience = std::chrono::milliseconds(100);
   options.log = Log::silent();
   return options;
@@ -64,16 +75,29 @@ class Trainee {
     model_ = make_part(each.model.root, nursery, "");
     building.reset();
     for (const auto& item : model_->named_parameters()) built_[item.key()] = item.value().requires_grad();
-    engine_.emplace(shard(mesh, static_cast<torch::nn::Module&>(*model_), options));
-    optimizer_ = optimizer_of(each.update, *engine_);
+    std::vector<torch::nn::Module*> modules;
+    if (each.several)
+      for (const auto& call : each.model.root.calls)
+        modules.push_back(model_->named_children()[fmt::format("part{}", call.item)].get());
+    else
+      modules.push_back(model_.get());
+    for (auto* module : modules) engines_.push_back(std::make_unique<Engine>(shard(mesh, *module, options)));
+    for (const auto& engine : engines_) {
+      optimizers_.push_back(optimizer_of(each.update, *engine));
+      all_.push_back(engine.get());
+    }
+    modules_ = std::move(modules);
+    recomputed_ = recomputed_units(*model_, each.options.recompute, each.seed, each.options.versions > 1);
   }
 
   void run() {
-    for (int at = 0; at < static_cast<int>(each_.script.size()); ++at) {
+    const int events = static_cast<int>(plain_.events.size());
+    for (int at = 0; at < events; ++at) {
       event(at);
       if (ended_) return;
-      const bool last = at + 1 == static_cast<int>(each_.script.size());
-      if (last) engine_->check_equal();
+      const bool last = at + 1 == events;
+      if (last)
+        for (auto* engine : all_) engine->check_equal();
       if (last || each_.look_often || each_.script[static_cast<std::size_t>(at)].act == Act::read) compare_weights(at);
     }
   }
@@ -84,6 +108,7 @@ class Trainee {
     const auto& record = plain_.events[static_cast<std::size_t>(at)];
     const Place here{.event = at, .rank = rank_};
     next_loss_ = 0;
+    part_ = part_of(each_, at, each_.classes ? mean_scale(*all_.front(), count_of(each_, at, rank_)) : 0);
     switch (event.act) {
       case Act::train:
         set_frozen(event.frozen);
@@ -117,7 +142,7 @@ class Trainee {
       case Act::drop: model_->forward(input_of(each_, here), context_of(each_, here)); return;
       case Act::read: return;
       case Act::write: {
-        const auto whole = engine_->full_parameters(/*write=*/true);
+        const auto whole = full_parameters(/*write=*/true);
         const at::NoGradGuard no_grad;
         for (auto& item : model_->named_parameters())
           if (plain_.names.at(item.key()) == item.key()) item.value().mul_(0.9);
@@ -134,11 +159,36 @@ class Trainee {
         auto context = context_of(each_, here);
         context.throws = Context::Throws::in_backward;
         const auto loss = loss_of(each_, model_->forward(input_of(each_, here), context), here, false);
-        must_throw(at, "a backward that throws", [&] { engine_->backward(loss); });
+        must_throw(at, "a backward that throws", [&] { backward(loss, true); });
         return step_must_throw(at, "a step after a backward that threw");
       }
       case Act::throw_on_one: return throw_on_one(at);
+      case Act::late: {
+        set_frozen(event.frozen);
+        std::vector<std::vector<at::Tensor>> losses;
+        for (int number = 0; number < event.microbatches; ++number) {
+          const Place place{at, rank_, number};
+          losses.push_back(losses_of(each_, *model_, place, context_of(each_, place), part_));
+        }
+        for (std::size_t forward = 0; forward < losses.size(); ++forward) {
+          differentiate(at, losses[forward], true, false);
+          step(at, forward + 1 == losses.size());
+        }
+        return;
+      }
     }
+  }
+
+  // One backward, of whatever engines there are.
+  void backward(const at::Tensor& loss, bool last, const BackwardOptions& how = {}) {
+    if (each_.several) return last ? bonfire::backward(all_, loss, how) : bonfire::accumulate(all_, loss, how);
+    last ? all_.front()->backward(loss, how) : all_.front()->accumulate(loss, how);
+  }
+
+  std::vector<Engine::FullParameters> full_parameters(bool write = false) {
+    std::vector<Engine::FullParameters> whole;
+    for (auto* engine : all_) whole.push_back(engine->full_parameters(write));
+    return whole;
   }
 
   void throw_on_one(int at) {
@@ -148,10 +198,10 @@ class Trainee {
     const auto loss = loss_of(each_, model_->forward(input_of(each_, here), context), here, false);
     ended_ = true;
     try {
-      engine_->backward(loss);
+      backward(loss, true);
       // Where nothing was left to wait for, in the next collective.
-      engine_->check_equal();
-      const auto whole = engine_->full_parameters();
+      for (auto* engine : all_) engine->check_equal();
+      const auto whole = full_parameters();
     } catch (const std::exception& error) {
       const std::string words = error.what();
       if (words.find("asked to throw in backward") != std::string::npos) return;
@@ -162,8 +212,10 @@ class Trainee {
 
   StepOptions step_options() const { return {.clip = each_.update.clip, .clip_value = each_.update.clip_value}; }
 
-  void step(int at) {
-    const auto result = optimizer_->step(step_options());
+  void step(int at, bool last = true) {
+    StepResult result;
+    for (auto& optimizer : optimizers_) result = optimizer->step(step_options());
+    if (!last) return;
     const auto& record = plain_.events[static_cast<std::size_t>(at)];
     const double should_be = record.norm;
     if (each_.update.clip > 0 &&
@@ -174,14 +226,14 @@ class Trainee {
 
   // `unseen`: the oracle does not do it.
   void differentiate(const Place& place, bool last, bool unseen = false) {
-    const auto losses = losses_of(each_, *model_, place, context_of(each_, place));
+    differentiate(place.event, losses_of(each_, *model_, place, context_of(each_, place), part_), last, unseen);
+  }
+
+  void differentiate(int event, const std::vector<at::Tensor>& losses, bool last, bool unseen) {
     for (std::size_t at = 0; at < losses.size(); ++at) {
       const bool kept = at + 1 < losses.size();
-      if (!unseen) compare_loss(place.event, losses[at]);
-      if (kept || !last)
-        engine_->accumulate(losses[at], {.retain_graph = kept});
-      else
-        engine_->backward(losses[at]);
+      if (!unseen) compare_loss(event, losses[at]);
+      backward(losses[at], last && !kept, {.retain_graph = kept});
     }
   }
 
@@ -207,11 +259,17 @@ class Trainee {
 
   // Where nothing is trained there is nothing to wait for.
   void step_must_throw(int at, const char* what) {
+    for (std::size_t number = 0; number < modules_.size(); ++number)
+      if (trains(*modules_[number])) must_throw(at, what, [&] { optimizers_[number]->step(step_options()); });
+  }
+
+  bool trains(const torch::nn::Module& module) const {
     const bool ignores = each_.options.wrap == Wrap::ignored;
-    for (const auto& item : model_->named_parameters())
+    for (const auto& item : module.named_parameters())
       if (item.value().requires_grad() && item.value().numel() > 0 &&
           !(ignores && plain_.names.at(item.key()) == plain_.chosen))
-        return must_throw(at, what, [&] { optimizer_->step(step_options()); });
+        return true;
+    return false;
   }
 
   void set_frozen(int pattern) {
@@ -220,7 +278,7 @@ class Trainee {
   }
 
   void compare_weights(int at) {
-    const auto whole = engine_->full_parameters();
+    const auto whole = full_parameters();
     double worst = 0;
     std::string where;
     const auto& record = plain_.events[static_cast<std::size_t>(at)];
@@ -236,14 +294,28 @@ class Trainee {
   const PlainRun& plain_;
   int rank_;
   std::shared_ptr<PartImpl> model_;
+  RecomputedUnits recomputed_;
   std::map<std::string, bool> built_;
-  std::optional<Engine> engine_;
-  std::unique_ptr<Optimizer> optimizer_;
+  std::vector<torch::nn::Module*> modules_;  // one, or the root's children; of each:
+  std::vector<std::unique_ptr<Engine>> engines_;
+  std::vector<std::unique_ptr<Optimizer>> optimizers_;
+  std::vector<Engine*> all_;
+  double part_ = 1;  // of a microbatch's loss
   std::size_t next_loss_ = 0;
   bool ended_ = false;
 };
 
 }  // namespace
+
+Compared compared_events(const EngineCase& each) {
+  at::set_num_threads(1);
+  try {
+    const auto plain = run_plainly(each);
+    return {.events = static_cast<int>(plain.events.size() + plain.left_out), .left_out = static_cast<int>(plain.left_out)};
+  } catch (const std::exception&) {
+    return {};  // no case
+  }
+}
 
 std::string run_engine_case(const EngineCase& each) {
   at::set_num_threads(1);

@@ -1,7 +1,6 @@
 #include "tests/random/module_case.h"
 
 #include <algorithm>
-#include <functional>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -75,11 +74,6 @@ Part draw_part(Draw draw, const ModelLimits& limits, int depth) {
   return part;
 }
 
-void each_part(Part& part, const std::function<void(Part&)>& visit) {
-  visit(part);
-  for (auto& child : part.children) each_part(child, visit);
-}
-
 // One of the parts appears at a second place.
 void draw_shared(Draw draw, Part& root) {
   if (root.children.empty() || !draw.chance(12)) return;
@@ -130,6 +124,11 @@ std::vector<const Part*> parts_of(const Part& part) {
   for (const auto& child : part.children)
     for (const auto* inner : parts_of(child)) list.push_back(inner);
   return list;
+}
+
+void each_part(Part& part, const std::function<void(Part&)>& visit) {
+  visit(part);
+  for (auto& child : part.children) each_part(child, visit);
 }
 
 bool has_mark(const Part& part, Mark mark) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -80,6 +81,7 @@ Part draw_part(Draw draw, const ModelLimits& limits);
 
 // All parts of it, the part itself first.
 std::vector<const Part*> parts_of(const Part& part);
+void each_part(Part& part, const std::function<void(Part&)>& visit);
 bool any_unit(const Part& part);
 bool has_mark(const Part& part, Mark mark);
 bool is_strange(const Part& part);

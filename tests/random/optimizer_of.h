@@ -8,6 +8,6 @@
 namespace bonfire::cases {
 
 // The optimizer of ours that a case asks for.
-std::unique_ptr<Optimizer> optimizer_of(const Update& update, Engine& engine);
+std::unique_ptr<Optimizer> optimizer_of(const Update& update, Shares& shares);
 
 }  // namespace bonfire::cases

@@ -53,6 +53,7 @@ class PartImpl : public torch::nn::Module {
   PartImpl(const Part& part, Nursery& nursery, const std::string& path);
   // The stream, and the side outputs of all parts in it.
   virtual std::vector<at::Tensor> forward(at::Tensor x, const Context& context);
+  bool writes_to_input() const { return part_.in_place; }
 
  private:
   struct Item {

@@ -62,6 +62,58 @@ void each_layer(Part& part, const std::function<void(Layer&)>& visit) {
   for (auto& child : part.children) each_layer(child, visit);
 }
 
+bool has_cell(const schedule::Schedule& table, std::initializer_list<schedule::Kind> kinds) {
+  return std::any_of(table.rows.begin(), table.rows.end(), [&](const auto& row) {
+    return std::any_of(row.begin(), row.end(), [&](const schedule::Action& action) {
+      return std::find(kinds.begin(), kinds.end(), action.kind) != kinds.end();
+    });
+  });
+}
+
+bool is_unit(const Part& part) { return part.mark != Mark::plain || part.sequence != Sequence::none; }
+
+// Whether several Units of the model use a weight.
+bool ties_units(const std::vector<Part>& units) {
+  std::set<int> seen;
+  for (const auto& unit : units)
+    for (const int tie : ties_of({unit}))
+      if (!seen.insert(tie).second) return true;
+  return false;
+}
+
+// Drawn after everything else, which means what it did without them.
+void draw_later_options(Draw draw, PipelineCase& each) {
+  auto& options = each.options;
+  options.prefetch = draw.chance(50) ? 2 : draw.between(0, 3);
+  if (draw.chance(1)) options.prefetch = -1;
+  options.prefetch_after_reduction = draw.chance(25);
+  options.debug = draw.chance(10);
+  options.own_options = draw.chance(20);
+  options.broadcast = draw.chance(70);  // as unless said; weights are equal all the same
+  if (draw.chance(1)) options.reshard_ranks = draw.between(1, 2);
+  if (draw.chance(1)) options.versions = 2;
+  if (draw.chance(1)) options.negotiate = true;
+  for (auto& event : each.script) event.forgets_weights = draw.chance(20);
+  if (!draw.chance(50)) return;
+  each.gathers_units = true;
+  options.reshard = !draw.chance(15);
+  // Some are there to be refused; most are not.
+  if (draw.chance(10)) return;
+  using schedule::Kind;
+  if (each.comes_and_goes() && has_cell(each.table.table, {Kind::input_gradient, Kind::unshard, Kind::reshard}))
+    each.gathers_units = false;
+  if (!each.comes_and_goes() || !each.gathers_units) return;
+  std::set<int> seen;
+  for (auto& unit : each.units) {
+    if (!is_unit(unit)) unit.mark = Mark::alpha;
+    const auto before = seen;
+    each_layer(unit, [&](Layer& layer) {
+      if (before.contains(layer.tie)) layer.tie = -1;
+      if (layer.tie >= 0) seen.insert(layer.tie);
+    });
+  }
+}
+
 }  // namespace
 
 PipelineCase draw_pipeline_case(std::uint64_t seed) {
@@ -122,16 +174,35 @@ PipelineCase draw_pipeline_case(std::uint64_t seed) {
   if (!each.update_in_cells && update.chance(40)) each.update.clip = update.pick({0.01, 0.3, 100.0});
   for (int at = 0, events = draw.between(1, 4); at < events; ++at)
     each.script.push_back(draw_event(draw.fork("events").fork(at), each.model, at == 0));
+  draw_later_options(draw.fork("later"), each);
+  each.options.recompute = draw.fork("recompute").pick({0, 0, 0, 1, 2, 3});
   return each;
 }
 
+namespace {
+
+// Of stages whose Units gather themselves.
+Verdict verdict_of_gathers(const PipelineCase& each) {
+  using schedule::Kind;
+  if (has_cell(each.table.table, {Kind::input_gradient, Kind::unshard, Kind::reshard})) return Verdict::refused;
+  // A weight of several Units is part of none, on one stage and on several.
+  if (ties_units(each.units)) return Verdict::refused;
+  // What a plain module holds is part of no Unit; one that has no element of its own may hold Units alone.
+  return std::all_of(each.units.begin(), each.units.end(), is_unit) ? Verdict::works : Verdict::either;
+}
+
+}  // namespace
+
 Verdict verdict_of(const PipelineCase& each) {
+  const auto& options = each.options;
+  if (options.prefetch < 0 || options.versions > 1 || options.reshard_ranks > 0 || options.negotiate)
+    return Verdict::refused;
+  if (each.gathers_units && each.options.reshard && each.comes_and_goes())
+    if (const auto verdict = verdict_of_gathers(each); verdict != Verdict::works) return verdict;
   if (each.table.reductions == OwnReductions::misfit) return Verdict::either;
   // Which values have gradients where they cross a cut never changes.
   if (std::any_of(each.script.begin(), each.script.end(), [](const PipelineEvent& event) { return event.frozen > 0; }))
     return Verdict::either;
-  // Sums over the copies of two weights may wait for each other where ranks hold several stages.
-  if (ties_of(each.units).size() > 1 && each.table.table.stages > each.table.ranks) return Verdict::either;
   // The copies of a weight are summed before the first of them is updated. A row that adds to another one later is refused.
   const auto updates_early = [](const std::vector<schedule::Action>& row) {
     const auto update =
@@ -145,7 +216,6 @@ Verdict verdict_of(const PipelineCase& each) {
 
 namespace {
 
-constexpr const char* mask_names[] = {"", ", some targets masked", ", a whole microbatch masked", ", everything masked"};
 constexpr const char* act_names[] = {"train", "evaluate", "update without a step"};
 
 }  // namespace
@@ -166,6 +236,8 @@ std::string text_of(const PipelineCase& each) {
   if (each.flags) text += "numbers without a gradient cross the cuts\n";
   if (each.example) text += "with an example\n";
   if (each.update_in_cells) text += "updates in their cells\n";
+  if (each.gathers_units)
+    text += each.options.reshard ? "Units gather themselves\n" : "stages gather themselves, as is said\n";
   if (!each.stages.empty()) text += fmt::format("stages of {} Units\n", fmt::join(each.stages, ", "));
   for (std::size_t at = 0; at < each.units.size(); ++at) text += fmt::format("unit {}:\n{}", at, text_of(each.units[at], 2));
   text += fmt::format("table: {}{}\n{}", each.table.name,
@@ -177,8 +249,9 @@ std::string text_of(const PipelineCase& each) {
     if (event.act == PipelineAct::evaluate) text += fmt::format(", {} microbatches", event.microbatches);
     text += fmt::format(", {} samples{}", event.samples, event.uneven ? " and more" : "");
     if (event.length > 0) text += fmt::format(", sequences of {}{}", event.length, event.lengths ? " and more" : "");
-    if (each.classes) text += mask_names[static_cast<int>(event.mask)];
+    if (each.classes) text += name_of(event.mask);
     if (event.frozen > 0) text += fmt::format(", pattern {} frozen", event.frozen);
+    if (each.classes && event.forgets_weights) text += ", at first without weights";
     text += '\n';
   }
   return text;
@@ -248,6 +321,14 @@ std::vector<PipelineCase> simpler(const PipelineCase& each) {
   add(each.resident != 2, [](PipelineCase& copy) { copy.resident = 2; });
   add(each.options.full_accumulation && each.table.reductions == OwnReductions::none,
       [](PipelineCase& copy) { copy.options.full_accumulation = false; });
+  add(each.gathers_units, [](PipelineCase& copy) { copy.gathers_units = false, copy.options.reshard = true; });
+  add(each.options.prefetch != 2, [](PipelineCase& copy) { copy.options.prefetch = 2; });
+  add(each.options.prefetch_after_reduction, [](PipelineCase& copy) { copy.options.prefetch_after_reduction = false; });
+  add(each.options.debug, [](PipelineCase& copy) { copy.options.debug = false; });
+  add(each.options.own_options, [](PipelineCase& copy) { copy.options.own_options = false; });
+  add(each.options.recompute > 0, [](PipelineCase& copy) { copy.options.recompute = 0; });
+  add(each.options.recompute > 1, [](PipelineCase& copy) { copy.options.recompute = 1; });
+  add(each.options.broadcast, [](PipelineCase& copy) { copy.options.broadcast = false; });
   add(each.options.offload != Offload::none, [](PipelineCase& copy) { copy.options.offload = Offload::none; });
   add(each.options.bucket_bytes > 0, [](PipelineCase& copy) { copy.options.bucket_bytes = 0; });
   add(each.update.rule != Rule::sgd, [](PipelineCase& copy) { copy.update.rule = Rule::sgd; });
@@ -265,6 +346,7 @@ std::vector<PipelineCase> simpler(const PipelineCase& each) {
     add_event(event.samples != 2, [](PipelineEvent& copy) { copy.samples = 2; });
     add_event(event.frozen > 0, [](PipelineEvent& copy) { copy.frozen = 0; });
     add_event(event.lengths, [](PipelineEvent& copy) { copy.lengths = false; });
+    add_event(event.forgets_weights, [](PipelineEvent& copy) { copy.forgets_weights = false; });
     add_event(event.mask != Mask::none, [](PipelineEvent& copy) { copy.mask = Mask::none; });
     add_event(event.length != each.model.length, [&](PipelineEvent& copy) { copy.length = each.model.length; });
   }

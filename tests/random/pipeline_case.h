@@ -16,9 +16,6 @@ enum class PipelineAct {
   step_alone,  // an update without a step of the pipeline before it
 };
 
-// Which targets do not count, where they are numbers of classes.
-enum class Mask { none, some, microbatch, all };
-
 struct PipelineEvent {
   PipelineAct act = PipelineAct::train;
   int microbatches = 1;  // of an evaluation; a step has the table's
@@ -28,6 +25,7 @@ struct PipelineEvent {
   bool lengths = false;  // microbatches differ in it
   int frozen = 0;
   Mask mask = Mask::none;
+  bool forgets_weights = false;  // at first: targets that are masked do not count, and nobody says so
 };
 
 struct PipelineCase {
@@ -41,6 +39,7 @@ struct PipelineCase {
   std::vector<int> stages;  // Units of each; empty: evenly
   int replicate = 1, shard = 1;
   EngineOptions options;
+  bool gathers_units = false;  // reshard_after_forward is said
   TableCase table;
   int receive_ahead = 1, resident = 2;
   Update update;
@@ -49,6 +48,9 @@ struct PipelineCase {
 
   int ranks() const { return table.ranks * replicate * shard; }
   int data_ranks() const { return replicate * shard; }
+  bool comes_and_goes() const {
+    return (options.what == plan::Sharded::parameters && shard > 1) || options.offload == plan::Offload::parameters;
+  }
 };
 
 Verdict verdict_of(const PipelineCase& each);

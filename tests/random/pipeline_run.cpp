@@ -1,5 +1,6 @@
 #include "tests/random/pipeline_run.h"
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -11,7 +12,9 @@
 #include "bonfire/optim/optimizer.h"
 #include "bonfire/pipeline/pipeline.h"
 #include "tests/random/optimizer_of.h"
+#include "tests/random/own_options.h"
 #include "tests/random/pipeline_work.h"
+#include "tests/random/recomputed.h"
 #include "tests/random/refusal.h"
 
 namespace bonfire::cases {
@@ -60,6 +63,17 @@ PipelineOptions options_of(const PipelineCase& each) {
   if (each.options.bucket_bytes > 0)
     options.shard.buckets = {.bucket_bytes = each.options.bucket_bytes,
                              .first_bucket_bytes = each.options.first_bucket_bytes};
+  if (each.options.reshard_ranks > 0)
+    options.shard.reshard_after_forward = each.options.reshard_ranks;
+  else if (each.gathers_units)
+    options.shard.reshard_after_forward = each.options.reshard;
+  options.shard.prefetch = each.options.prefetch;
+  if (each.options.prefetch_after_reduction) options.shard.backward_prefetch = BackwardPrefetch::after_reduction;
+  options.shard.negotiate_order = each.options.negotiate;
+  options.shard.start = each.options.broadcast ? Start::broadcast : Start::check;
+  options.shard.debug = each.options.debug;
+  options.shard.versions = each.options.versions;
+  if (each.options.own_options) options.shard.unit = own_options(each.seed);
   options.shard.log = Log::silent();
   return options;
 }
@@ -73,15 +87,14 @@ class PipelineTrainee {
     auto options = options_of(each);
     if (each.example) options.example = weighed_batch(each, 0, 0).front();
     pipeline_.emplace(mesh_, chain_of(each, plain), options);
-    for (const int stage : pipeline_->local_stages()) {
-      optimizers_[stage] = optimizer_of(each.update, pipeline_->engine(stage));
-      together_.push_back(optimizers_[stage].get());
-      stage_of_[&pipeline_->engine(stage)] = stage;
-    }
+    optimizer_ = optimizer_of(each.update, *pipeline_);
+    for (const int stage : pipeline_->local_stages()) in_cells_[stage] = optimizer_of(each.update, pipeline_->engine(stage));
+    for (const int stage : pipeline_->local_stages())
+      recomputed_.push_back(recomputed_units(pipeline_->module(stage), each.options.recompute, each.seed, /*leaves=*/false));
   }
 
   void run() {
-    for (int at = 0; at < static_cast<int>(each_.script.size()); ++at) {
+    for (int at = 0; at < static_cast<int>(plain_.events.size()); ++at) {
       event(at);
       compare_weights(at);
     }
@@ -95,8 +108,9 @@ class PipelineTrainee {
     switch (event.act) {
       case PipelineAct::train: {
         for (const int stage : pipeline_->local_stages()) freeze(each_, pipeline_->module(stage), plain_, event.frozen);
-        Pipeline::StepOptions how;
-        if (each_.update_in_cells) how.update = [&](int stage) { optimizers_.at(stage)->step(); };
+        must_ask_for_weights(at, [&](const auto& batch) { pipeline_->step(batch); });
+        Pipeline::RunOptions how;
+        if (each_.update_in_cells) how.update = [&](int stage) { in_cells_.at(stage)->step(); };
         compare(at, pipeline_->step(weighed_batch(each_, at, mesh_.coordinate(Axis::data)), how));
         if (each_.update_in_cells) return;
         const auto result = step();
@@ -107,6 +121,7 @@ class PipelineTrainee {
         return;
       }
       case PipelineAct::evaluate:
+        must_ask_for_weights(at, [&](const auto& batch) { pipeline_->evaluate(batch); });
         return compare(at, pipeline_->evaluate(weighed_batch(each_, at, mesh_.coordinate(Axis::data))));
       case PipelineAct::step_alone: try { step();
         } catch (const std::exception& error) {
@@ -117,13 +132,26 @@ class PipelineTrainee {
     }
   }
 
-  StepResult step() {
-    const ModelParts parts{.ranks = mesh_.group(Axis::pipeline),
-                           .is_copy = [&](const Engine& engine, const FlatParameter& flat) {
-                             return pipeline_->is_copy(stage_of_.at(&engine), flat);
-                           }};
-    return Optimizer::step_together(together_, {.clip = each_.update.clip}, parts);
+  // Where every rank has masked targets: those that have none would go on, and hear that the others cannot.
+  template <class Run>
+  void must_ask_for_weights(int at, const Run& run) {
+    if (!each_.classes || !each_.script[static_cast<std::size_t>(at)].forgets_weights) return;
+    for (int rank = 0; rank < each_.data_ranks(); ++rank) {
+      const auto batch = batch_of(each_, at, rank);
+      const auto is_masked = [](const Microbatch& one) { return one.target[0].eq(masked).any().item<bool>(); };
+      if (std::none_of(batch.begin(), batch.end(), is_masked)) return;
+    }
+    try {
+      run(batch_of(each_, at, mesh_.coordinate(Axis::data)));
+    } catch (const std::exception& error) {
+      const std::string words = error.what();
+      if (words.find("Microbatch::weight") != std::string::npos) return;
+      throw;
+    }
+    throw Mismatch(fmt::format("event {}: masked targets without weights were not refused", at));
   }
+
+  StepResult step() { return optimizer_->step({.clip = each_.update.clip}); }
 
   void compare(int at, const PipelineReport& report) {
     const auto& record = plain_.events[static_cast<std::size_t>(at)];
@@ -158,9 +186,9 @@ class PipelineTrainee {
   const PlainPipeline& plain_;
   Mesh mesh_;
   std::optional<Pipeline> pipeline_;
-  std::map<int, std::unique_ptr<Optimizer>> optimizers_;
-  std::vector<Optimizer*> together_;
-  std::map<const Engine*, int> stage_of_;
+  std::unique_ptr<Optimizer> optimizer_;  // of all stages,
+  std::vector<RecomputedUnits> recomputed_;
+  std::map<int, std::unique_ptr<Optimizer>> in_cells_;  // or of each, where the table says when
 };
 
 }  // namespace

@@ -8,8 +8,6 @@
 namespace bonfire::cases {
 namespace {
 
-constexpr std::int64_t masked = -100;
-
 // The mean over samples, and the worst of them.
 Tensors squares(const Tensors& values, const at::Tensor& target) {
   auto wrong = (values[0] - target).pow(2).flatten(1).sum(1);
@@ -69,13 +67,7 @@ std::vector<Microbatch> batch_of(const PipelineCase& each, int number, int data_
     if (event.length > 0) shape.push_back(event.length + (event.lengths ? at % 2 : 0));
     auto wide = shape;
     wide.push_back(each.model.width);
-    const auto classes = [&](const char* what, int bound) {
-      auto values = at::empty(shape, at::kLong);
-      for (std::int64_t index = 0; index < values.numel(); ++index)
-        values.data_ptr<std::int64_t>()[index] =
-            static_cast<std::int64_t>(key(what).below(static_cast<std::uint64_t>(index), static_cast<std::uint64_t>(bound)));
-      return values;
-    };
+    const auto classes = [&](const char* what, int bound) { return numbers_below(key(what), shape, bound); };
     Microbatch microbatch{
         .input = {each.model.tokens ? classes("tokens", each.model.rows) : numbers(key("input"), wide).mul_(2)},
         .target = {numbers(key("target"), wide)}};

@@ -107,6 +107,10 @@ class Oracle {
           if (names_.at(item.key()) == item.key()) item.value().mul_(0.9);
         break;
       }
+      case Act::late:
+        set_frozen(event.frozen);
+        late(at, event.microbatches, record);
+        break;
       case Act::drop:
       case Act::read:
       case Act::step_alone:
@@ -123,15 +127,43 @@ class Oracle {
     for (auto& item : model_->named_parameters()) item.value().set_requires_grad(built_.at(item.key()));
   }
 
+  // Of the mean over all targets of all ranks that count.
+  double scale(int event) const {
+    double all = 0;
+    for (int rank = 0; rank < each_.ranks; ++rank) all += count_of(each_, event, rank);
+    return all > 0 ? each_.ranks / all : 0;
+  }
+
   void add(Place place, EventRecord& record) {
+    const double part = part_of(each_, place.event, each_.classes ? scale(place.event) : 0);
     for (int rank = 0; rank < each_.ranks; ++rank) {
       place.rank = rank;
       at::Tensor sum;
-      for (const auto& loss : losses_of(each_, *model_, place, context_of(each_, place))) {
+      for (const auto& loss : losses_of(each_, *model_, place, context_of(each_, place), part)) {
         record.losses[static_cast<std::size_t>(rank)].push_back(loss.item<double>());
         sum = sum.defined() ? sum + loss : loss;
       }
       (sum / each_.ranks).backward();
+    }
+  }
+
+  // Gradients of all forwards with the weights from before the first update.
+  void late(int at, int forwards, EventRecord& record) {
+    std::vector<at::Tensor> parameters;
+    for (const auto& item : model_->named_parameters())
+      if (names_.at(item.key()) == item.key()) parameters.push_back(item.value());
+    std::vector<std::vector<at::Tensor>> gradients;
+    for (int number = 0; number < forwards; ++number) {
+      add({.event = at, .number = number}, record);
+      auto& mine = gradients.emplace_back();
+      for (auto& parameter : parameters) {
+        mine.push_back(parameter.grad());
+        parameter.mutable_grad() = at::Tensor();
+      }
+    }
+    for (const auto& of_forward : gradients) {
+      for (std::size_t each = 0; each < parameters.size(); ++each) parameters[each].mutable_grad() = of_forward[each];
+      record.norm = step();
     }
   }
 
@@ -160,16 +192,17 @@ class Oracle {
 
 PlainRun run_plainly(const EngineCase& each) {
   auto run = Oracle(each, 0).run();
-  set_tolerances(run.events, Oracle(each, shaken).run().events,
-                 [](const EventRecord& record, const EventRecord& other, const auto& look) {
-                   for (std::size_t rank = 0; rank < record.losses.size(); ++rank)
-                     for (std::size_t loss = 0; loss < record.losses[rank].size(); ++loss) {
-                       const double should_be = record.losses[rank][loss];
-                       look(std::abs(other.losses[rank][loss] - should_be) / std::max(1.0, std::abs(should_be)));
-                     }
-                   for (std::size_t rank = 0; rank < record.outputs.size(); ++rank)
-                     look(distance(other.outputs[rank], record.outputs[rank]));
-                 });
+  run.left_out =
+      set_tolerances(run.events, Oracle(each, shaken).run().events,
+                     [](const EventRecord& record, const EventRecord& other, const auto& look) {
+                       for (std::size_t rank = 0; rank < record.losses.size(); ++rank)
+                         for (std::size_t loss = 0; loss < record.losses[rank].size(); ++loss) {
+                           const double should_be = record.losses[rank][loss];
+                           look(std::abs(other.losses[rank][loss] - should_be) / std::max(1.0, std::abs(should_be)));
+                         }
+                       for (std::size_t rank = 0; rank < record.outputs.size(); ++rank)
+                         look(distance(other.outputs[rank], record.outputs[rank]));
+                     });
   return run;
 }
 

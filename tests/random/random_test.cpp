@@ -7,7 +7,7 @@
 #include "tests/random/pipeline_case.h"
 #include "tests/random/pipeline_run.h"
 
-namespace bonfire::cases {
+namespace bonfire::cases::random_test {
 namespace {
 
 template <class Case>
@@ -19,9 +19,21 @@ TEST(Random, Engines) {
   expect_well<EngineCase>({.test = "Random.Engines", .draw = draw_engine_case, .run = run_engine_case}, 200);
 }
 
+// What is left out hides nothing: it is little, and drawn as everything else.
+TEST(Random, AlmostAllEventsAreCompared) {
+  Compared all;
+  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+    const auto one = compared_events(draw_engine_case(seed));
+    all.events += one.events;
+    all.left_out += one.left_out;
+  }
+  EXPECT_GT(all.events, 800);
+  EXPECT_LT(all.left_out, all.events / 50) << all.left_out << " of " << all.events;
+}
+
 TEST(Random, Pipelines) {
   expect_well<PipelineCase>({.test = "Random.Pipelines", .draw = draw_pipeline_case, .run = run_pipeline_case}, 100);
 }
 
 }  // namespace
-}  // namespace bonfire::cases
+}  // namespace bonfire::cases::random_test

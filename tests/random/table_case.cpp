@@ -78,8 +78,9 @@ void add_reductions(Draw draw, TableCase& each, bool shares) {
     for (std::size_t at = 0; at < row.size(); ++at) {
       result.push_back(row[at]);
       if (!schedule::ends_activation(row[at].kind)) continue;
-      const bool must = last.at(row[at].stage) == at;
-      const bool more = each.reductions == OwnReductions::fitting ? shares : draw.chance(50);
+      const bool fits = each.reductions == OwnReductions::fitting;
+      const bool must = last.at(row[at].stage) == at && (fits || !draw.chance(15));
+      const bool more = fits ? shares : draw.chance(50);
       if (must || more) result.push_back({row[at].stage, Kind::reduce});
     }
     row = std::move(result);
@@ -136,7 +137,7 @@ TableCase draw_table(Draw draw, const TableShape& shape) {
   }
   if (each.name == "written")
     each.table = written(draw.fork("table"), shape.ranks, draw.between(shape.ranks, shape.most_stages), each.microbatches);
-  if (draw.chance(40)) each.reductions = draw.chance(60) ? OwnReductions::fitting : OwnReductions::misfit;
+  if (draw.chance(40)) each.reductions = draw.chance(35) ? OwnReductions::fitting : OwnReductions::misfit;
   each.own_updates = draw.chance(30);
   each.own_sharding = shape.gathers && draw.chance(20);
   if (each.reductions != OwnReductions::none) add_reductions(draw.fork("reductions"), each, shape.shares);

@@ -13,7 +13,7 @@ namespace bonfire::cases {
 enum class OwnReductions {
   none,
   fitting,  // after every backward where gradients are kept as shares, after the last one where they are whole
-  misfit,   // anywhere that leaves no gradient without a reduction
+  misfit,   // anywhere, now and then not after the last backward
 };
 
 struct TableCase {

@@ -1,0 +1,353 @@
+#include "bonfire/checkpoint/checkpoints.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "bonfire/base/clock.h"
+#include "bonfire/base/json.h"
+#include "bonfire/base/size.h"
+#include "bonfire/checkpoint/check_files.h"
+#include "bonfire/checkpoint/checkpoint_folder.h"
+#include "bonfire/checkpoint/rank_file.h"
+#include "bonfire/comm/hear.h"
+#include "bonfire/comm/progress.h"
+
+namespace bonfire {
+namespace {
+
+namespace fs = std::filesystem;
+
+// How often a rank that waits for others' files asks itself whether it still should.
+constexpr auto kRound = std::chrono::seconds(10);
+
+constexpr const char* doing = "checkpoint";  // as ProgressBoard::Busy says it
+
+// What an error says, in one line: torch adds where it was thrown.
+std::string words_of(const std::exception& error) {
+  const auto* torch = dynamic_cast<const c10::Error*>(&error);
+  const std::string words = torch ? torch->what_without_backtrace() : error.what();
+  return words.substr(0, words.find('\n'));
+}
+
+std::string new_mark() {
+  std::random_device device;
+  return fmt::format("{:08x}", device());
+}
+
+std::vector<Slice> slices_of(const CheckpointContents& contents) {
+  std::vector<Slice> slices;
+  for (auto* const sliced : contents.tensors)
+    for (auto& slice : sliced->slices()) slices.push_back(std::move(slice));
+  return slices;
+}
+
+// Ranks of several nodes that have a folder each of the same name would each save a part that nobody can put together.
+void require_shared_folder(const World& world, const fs::path& folder, const std::string& mark) {
+  const fs::path probe = folder / fmt::format("shared-{}.part", mark);
+  do_or_fail_together(world.group(), [&] {
+    if (world.rank() != 0) return;
+    std::error_code refused;
+    fs::create_directories(folder, refused);
+    if (refused) fail_config("'{}': the folder for checkpoints cannot be made: {}", folder.string(), refused.message());
+    // What is on the disk is lost with a name that is not: this folder's, and that of the one around it, which may be new.
+    flush_folder(folder);
+    flush_folder(folder.parent_path());
+    remove_unfinished_checkpoints(folder);
+    write_file(probe, mark, Survives::process);
+  });
+  do_or_fail_together(world.group(), [&] {
+    if (!fs::exists(probe))
+      fail_config(
+          "'{}': rank {} (node {}) does not see what rank 0 writes there; allowed: a folder on a file system that "
+          "all nodes share",
+          folder.string(), world.rank(), world.node());
+  });
+  if (world.rank() == 0) fs::remove(probe);
+}
+
+}  // namespace
+
+struct Checkpoints::Save {
+  std::int64_t step = 0;
+  std::int64_t number = 0;  // of this run's saves
+  std::vector<OwnPiece> pieces{};
+  std::string problem{};  // why this rank's pieces are not there
+  std::map<std::string, State> states{};
+};
+
+struct Checkpoints::Self {
+  World world;
+  fs::path folder;
+  CheckpointOptions options;
+  std::string mark;                         // of this run's unfinished checkpoints, and of its keys in the store
+  c10::intrusive_ptr<c10d::Store> store{};  // the writing thread's own, which waits in it
+  int exceptions = std::uncaught_exceptions();
+  std::int64_t saves = 0;
+
+  at::Tensor copy{};  // memory that is kept: to ask for it anew takes about as long as to fill it
+  std::thread writer{};
+  std::atomic<bool> written{true}, given_up{false};
+  std::string problem{};                       // of the last save; the writer's until it has ended
+  std::optional<std::int64_t> step_written{};  // the same
+  std::optional<std::int64_t> last_saved{};
+
+  std::string key(const Save& save, const char* what) const {
+    return fmt::format("checkpoint/{}/{}/{}", mark, save.number, what);
+  }
+  void set(const std::string& name, const std::string& text) {
+    store->set(name, std::vector<std::uint8_t>(text.begin(), text.end()));
+  }
+  // Waits for as long as somebody may still set it.
+  std::string get(const std::string& name) {
+    while (true) try {
+        store->wait({name}, kRound);
+        const auto bytes = store->get(name);
+        return {bytes.begin(), bytes.end()};
+      } catch (const std::exception&) {
+        if (given_up) throw;
+        if (!store->check({name})) continue;
+        throw;
+      }
+  }
+};
+
+Checkpoints::Checkpoints(const World& world, fs::path folder, CheckpointOptions options) {
+  if (options.keep < 0) fail_config("keep is {}; allowed: 1 and more, or 0 for all checkpoints", options.keep);
+  const auto mark = hear(world.group(), new_mark(), 0, world.device());
+  require_shared_folder(world, folder, mark);
+  self_.reset(new Self{.world = world, .folder = std::move(folder), .options = std::move(options), .mark = mark});
+  self_->store = world.store().clone();
+}
+
+Checkpoints::~Checkpoints() {
+  // Where this rank fails, the others may never say that they have written.
+  if (std::uncaught_exceptions() > self_->exceptions) self_->given_up = true;
+  if (self_->writer.joinable()) self_->writer.join();
+}
+
+std::optional<std::int64_t> Checkpoints::last_saved() const { return self_->last_saved; }
+
+// Every rank writes its own part; rank 0 makes a checkpoint of them. Returns what went wrong, the same on all ranks.
+std::string Checkpoints::write_together(const Save& save) {
+  auto& own = *self_;
+  const int rank = own.world.rank(), ranks = own.world.size();
+  const Nanoseconds begin = now_ns();
+  const fs::path unfinished = unfinished_checkpoint(own.folder, save.step, own.mark);
+  try {
+    if (!save.problem.empty()) fail("{}", save.problem);
+    fs::create_directories(unfinished);
+    write_rank_file(unfinished, rank, save.pieces);
+  } catch (const std::exception& error) {
+    own.set(own.key(save, "problem"), fmt::format("rank {}: {}", rank, words_of(error)));
+  }
+  if (own.store->add(own.key(save, "written"), 1) == ranks) own.set(own.key(save, "all"), "written");
+  if (rank != 0) return own.get(own.key(save, "outcome"));
+
+  std::string problem;
+  try {
+    own.get(own.key(save, "all"));
+    if (own.store->check({own.key(save, "problem")}))
+      problem = own.get(own.key(save, "problem"));
+    else
+      finish_together(save, unfinished, begin);
+  } catch (const std::exception& error) {
+    problem = error.what();
+  }
+  if (!problem.empty()) {
+    std::error_code none;
+    fs::remove_all(unfinished, none);
+  }
+  own.set(own.key(save, "outcome"), problem);
+  return problem;
+}
+
+// Rank 0, when all have written.
+void Checkpoints::finish_together(const Save& save, const fs::path& unfinished, Nanoseconds begin) {
+  auto& own = *self_;
+  std::vector<std::vector<ManifestTensor>> of_ranks;
+  for (int rank = 0; rank < own.world.size(); ++rank) {
+    const fs::path pieces = unfinished / rank_pieces_name(rank);
+    of_ranks.push_back(parse_pieces(InputFile(pieces.string()).text(most_json_bytes), pieces.string()));
+    fs::remove(pieces);
+  }
+  const Manifest manifest{.step = save.step,
+                          .configuration = own.options.configuration,
+                          .states = save.states,
+                          .tensors = merge_pieces(of_ranks)};
+  write_file(unfinished / manifest_name, to_json(manifest));
+  const fs::path finished = finish_checkpoint(unfinished, save.step);
+  std::uint64_t bytes = 0;
+  for (const auto& file : fs::directory_iterator(finished)) bytes += file.file_size();
+  own.world.log().info("step {}: saved in {} ({} in {})", save.step, finished.string(),
+                       format_bytes(static_cast<std::int64_t>(bytes)),
+                       format_seconds(static_cast<double>(now_ns() - begin) * 1e-9));
+  try {
+    remove_old_checkpoints(own.folder, own.options.keep, finished);
+  } catch (const std::exception& error) {
+    own.world.log().warning("old checkpoints stay: {}", error.what());
+  }
+}
+
+void Checkpoints::write(const Save& save) {
+  auto& own = *self_;
+  try {
+    own.problem = write_together(save);
+  } catch (const std::exception& error) {
+    own.problem = error.what();  // the store is gone
+  }
+  if (own.problem.empty())
+    own.step_written = save.step;
+  else if (own.world.rank() == 0)
+    own.world.log().warning("step {} could not be saved; {}: {}", save.step,
+                            own.step_written ? fmt::format("the last checkpoint is of step {}", *own.step_written)
+                                             : std::string("no step of this run has been saved yet"),
+                            own.problem);
+  own.written = true;
+}
+
+// The last save has ended.
+void Checkpoints::conclude() {
+  auto& own = *self_;
+  if (own.writer.joinable()) own.writer.join();
+  own.last_saved = own.step_written;
+  if (const auto problem = std::exchange(own.problem, {}); !problem.empty() && own.options.failed == WhenFailed::stop)
+    fail("a checkpoint could not be saved: {}", problem);
+}
+
+bool Checkpoints::begin(std::int64_t step, const CheckpointContents& contents, bool asynchronous) {
+  auto& own = *self_;
+  const auto& group = own.world.group();
+  // It may take as long as it takes: no watchdog calls this rank late.
+  const ProgressBoard::Busy busy(own.world.progress().get(), doing);
+  if (own.options.busy == WhenBusy::skip && asynchronous && group.max(own.written ? 0 : 1) > 0) {
+    if (own.world.rank() == 0)
+      own.world.log().warning("step {} is not saved: the checkpoint before is still being written", step);
+    return false;
+  }
+  conclude();
+  Save save{.step = step, .number = ++own.saves, .pieces = own_pieces(slices_of(contents))};
+  for (const auto& [name, state] : contents.states) save.states.emplace(name, state->save());
+  if (asynchronous) {
+    try {
+      save.pieces = copied(save.pieces, own.copy);
+    } catch (const std::exception& error) {
+      // No memory for the copy: a save that fails, and the others are told.
+      save.problem = words_of(error);
+      save.pieces.clear();
+    }
+    own.written = false;
+    // With the priority of the others: whoever waits for it could not give it back, and on a busy machine would wait long.
+    own.writer = std::thread([this, save = std::move(save)] { write(save); });
+  } else {
+    write(save);
+    conclude();
+  }
+  return true;
+}
+
+bool Checkpoints::save(std::int64_t step, const CheckpointContents& contents) {
+  return begin(step, contents, self_->options.asynchronous);
+}
+
+void Checkpoints::save_now(std::int64_t step, const CheckpointContents& contents) { begin(step, contents, false); }
+
+void Checkpoints::finish() {
+  const ProgressBoard::Busy busy(self_->world.progress().get(), doing);
+  conclude();
+}
+
+namespace {
+
+// What the first rank says that found something broken; nothing where none did. Another error is thrown on all. Collective.
+std::optional<std::string> broken(const World& world, const std::function<void()>& look) {
+  std::string said;
+  do_or_fail_together(world.group(), [&] {
+    try {
+      look();
+    } catch (const BrokenCheckpoint& error) {
+      said = error.what();
+    }
+  });
+  const int ranks = world.size();
+  const int before_end = static_cast<int>(world.group().max(said.empty() ? 0 : ranks - world.rank()));
+  if (before_end == 0) return std::nullopt;
+  return hear(world.group(), said, ranks - before_end, world.device());
+}
+
+struct Loaded {
+  std::int64_t step = 0;
+  std::optional<std::string> problem{};
+};
+
+Loaded load(const World& world, const fs::path& checkpoint, const CheckpointContents& contents,
+            const LoadSelection& selection) {
+  const ProgressBoard::Busy busy(world.progress().get(), doing);
+  Loaded loaded;
+  Manifest manifest;
+  loaded.problem = broken(world, [&] { manifest = read_manifest(checkpoint); });
+  if (loaded.problem) return loaded;
+  loaded.step = manifest.step;
+  const auto slices = slices_of(contents);
+  require_same_tensors(manifest, slices, selection, world.group());
+  do_or_fail_together(world.group(), [&] {
+    for (const auto& [name, state] : contents.states)
+      if (!manifest.states.contains(name))
+        fail_config("'{}': has no state '{}'", (checkpoint / manifest_name).string(), name);
+  });
+  // Each file is looked at by one rank, before anybody's values change.
+  loaded.problem = broken(world, [&] { check_files(checkpoint, manifest, {.first = world.rank(), .every = world.size()}); });
+  if (loaded.problem) return loaded;
+  loaded.problem = broken(world, [&] { load_slices(checkpoint, manifest, slices, selection); });
+  for (auto* const sliced : contents.tensors) sliced->slices_written();
+  if (loaded.problem) return loaded;
+  do_or_fail_together(world.group(), [&] {
+    for (const auto& [name, state] : contents.states) state->load(manifest.states.at(name));
+  });
+  return loaded;
+}
+
+}  // namespace
+
+std::optional<std::int64_t> Checkpoints::load_latest(const CheckpointContents& contents) {
+  auto& own = *self_;
+  finish();
+  // Rank 0's list is everybody's.
+  std::string names;
+  if (own.world.rank() == 0)
+    for (const auto& path : complete_checkpoints(own.folder)) names += path.filename().string() + "\n";
+  names = hear(own.world.group(), names, 0, own.world.device());
+  std::string problems;
+  for (std::size_t at = 0; at < names.size();) {
+    const auto end = names.find('\n', at);
+    const fs::path checkpoint = own.folder / names.substr(at, end - at);
+    at = end + 1;
+    const auto loaded = load(own.world, checkpoint, contents, {});
+    if (!loaded.problem) {
+      own.last_saved = own.step_written = loaded.step;
+      return loaded.step;
+    }
+    if (own.world.rank() == 0)
+      own.world.log().warning("{} is broken, and the one before it is tried: {}", checkpoint.string(), *loaded.problem);
+    problems += fmt::format("{}{}", problems.empty() ? "" : "; ", *loaded.problem);
+  }
+  if (!problems.empty()) fail_config("'{}': none of its checkpoints can be loaded: {}", own.folder.string(), problems);
+  return std::nullopt;
+}
+
+std::int64_t load_checkpoint(const World& world, const fs::path& checkpoint, const CheckpointContents& contents,
+                             const LoadSelection& selection) {
+  const auto loaded = load(world, checkpoint, contents, selection);
+  if (loaded.problem) fail_config("{}", *loaded.problem);
+  return loaded.step;
+}
+
+}  // namespace bonfire
