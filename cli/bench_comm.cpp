@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -17,8 +19,11 @@
 #include "bonfire/comm/device.h"
 #include "bonfire/comm/join.h"
 #include "bonfire/comm/launcher.h"
+#include "bonfire/comm/stop_signals.h"
 #include "cli/commands.h"
+#include "cli/last_words.h"
 #include "cli/limits.h"
+#include "cli/requests.h"
 
 namespace bonfire::cli {
 namespace {
@@ -41,7 +46,7 @@ const std::map<std::string, at::ScalarType>& dtypes() {
   return names;
 }
 
-struct Arguments {
+struct CommArguments {
   std::vector<std::string> collectives{"all_reduce"};
   std::string dtype = "fp32", device = "auto";
   std::int64_t from = 1 << 10, to = 1 << 24;
@@ -58,7 +63,7 @@ c10::Device choose_device(const std::string& name, const Environment& place) {
   return device;
 }
 
-void print_header(const World& world, const char* collective, const Arguments& arguments) {
+void print_header(const World& world, const char* collective, const CommArguments& arguments) {
   fmt::print("# {} of {} over {} ranks on {}, median of {}\n", collective, arguments.dtype, world.size(),
              world.device().str(), arguments.repeats);
   fmt::print("# {:>12} {:>12} {:>12} {:>10} {:>10} {:>10} {:>8}\n", "size", "count", "time", "issue", "algbw", "busbw",
@@ -73,7 +78,7 @@ void print_row(const BandwidthRow& row) {
 }
 
 // What one rank does. Returns the exit code: wrong results are a failure.
-int measure(const World& world, const Arguments& arguments) {
+int measure(const World& world, const CommArguments& arguments) {
   nlohmann::json tables = nlohmann::json::array();
   bool wrong = false;
   const bool speaks = world.rank() == 0;
@@ -110,49 +115,82 @@ int measure(const World& world, const Arguments& arguments) {
   return wrong ? kFailed : kDone;
 }
 
-int start(const Arguments& arguments, const std::vector<std::string>& words) {
-  const Environment place = resolve_environment(process_variables());
-  const bool is_rank = place.source != LaunchSource::none && !place.launches_itself;
-  if (arguments.ranks && *arguments.ranks > 1 && !is_rank) {
+// Benchmarks have nothing to finish.
+[[noreturn]] void stop_here(int rank) {
+  if (rank == 0) say_last("bonfire: stopped on request\n");
+  std::_Exit(kStoppedAfterSaving);
+}
+
+// On this machine; 1: this process is the one, or one that somebody else has started.
+int ranks_to_start(const CommArguments& arguments, const Environment& place, const Variables& variables) {
+  if (place.source != LaunchSource::none && !place.launches_itself) return 1;
+  end_on_request();  // a driver may take long to start
+  if (arguments.ranks) return *arguments.ranks;
+  if (const auto asked = asked_ranks(variables)) return *asked;
+  return arguments.device == "cpu" ? 1 : std::max(1, gpu_count());
+}
+
+int start(const CommArguments& arguments, const std::vector<std::string>& words) {
+  const Variables variables = process_variables();
+  const Environment place = resolve_environment(variables);
+  if (const int ranks = ranks_to_start(arguments, place, variables); ranks > 1) {
     LauncherOptions launcher;
     launcher.program = {std::filesystem::read_symlink("/proc/self/exe").string()};
     launcher.program.insert(launcher.program.end(), words.begin(), words.end());
-    launcher.ranks = *arguments.ranks;
+    launcher.ranks = ranks;
     launcher.echo = Echo::first;
+    launcher.ranks_take_signals = true;
+    launcher.prepare = [](LauncherOptions&) { launcher_hears_requests(); };
     const LaunchOutcome outcome = launch_ranks(std::move(launcher));
     if (outcome.exit_code == kDone && outcome.stdout_error != 0)
       fail("stdout cannot be written: {}", std::strerror(outcome.stdout_error));
     return outcome.exit_code;
   }
+  StopSignals& requests = StopSignals::take([rank = place.rank] { stop_here(rank); });
   JoinOptions join;
+  join.stop = &requests;
   join.device = [&](const Environment& where) { return choose_device(arguments.device, where); };
-  return run_rank(std::move(join), [&](World& world) { return measure(world, arguments); });
+  const int code = run_rank(std::move(join), [&](World& world) {
+    requests.answer_with([rank = world.rank()] { stop_here(rank); });
+    const int code = measure(world, arguments);
+    requests.answer_with({});
+    return code;
+  });
+  if (code == kStoppedAfterSaving) stop_here(place.rank);  // before all had joined
+  return code;
 }
 
 }  // namespace
 
 void add_bench_comm(CLI::App& bench, int& exit_code) {
-  auto arguments = std::make_shared<Arguments>();
+  auto arguments = std::make_shared<CommArguments>();
   CLI::App* command =
-      bench.add_subcommand("comm", "Time and bandwidth of collectives by size, and whether their results are right");
-  command->add_option("collective", arguments->collectives, "Which, one or several")
+      bench.add_subcommand("comm", "Measure time and bandwidth of collectives by size, and check their results");
+  command->add_option("collective", arguments->collectives, "Collectives to measure")
       ->check(CLI::IsMember(kinds()))
       ->capture_default_str();
-  command->add_option("--ranks", arguments->ranks, "Start this many local ranks")->check(at_least(1));
-  command->add_option("--dtype", arguments->dtype, "Of the elements")->check(CLI::IsMember(dtypes()))->capture_default_str();
-  command->add_option("--device", arguments->device, "auto: a GPU where there is one")
+  command
+      ->add_option("--ranks", arguments->ranks,
+                   "Number of local ranks to start (default: from the launcher, else BONFIRE_RANKS, else one per GPU)")
+      ->check(at_least(1));
+  command->add_option("--dtype", arguments->dtype, "Element type")->check(CLI::IsMember(dtypes()))->capture_default_str();
+  command->add_option("--device", arguments->device, "Device; auto uses a GPU if there is one")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
       ->capture_default_str();
-  command->add_option("--from", arguments->from, "Smallest size")->transform(CLI::AsSizeValue(false))->capture_default_str();
-  command->add_option("--to", arguments->to, "Largest size")->transform(CLI::AsSizeValue(false))->capture_default_str();
-  command->add_option("--factor", arguments->factor, "From one size to the next")
+  command->add_option("--from", arguments->from, "Smallest size in bytes")
+      ->transform(CLI::AsSizeValue(false))
+      ->capture_default_str();
+  command->add_option("--to", arguments->to, "Largest size in bytes")
+      ->transform(CLI::AsSizeValue(false))
+      ->capture_default_str();
+  command->add_option("--factor", arguments->factor, "Factor between one size and the next")
       ->check(CLI::Range(2, 1024))
       ->capture_default_str();
-  command->add_option("--repeats", arguments->repeats, "Of each size")->check(at_least(1))->capture_default_str();
-  command->add_option("--transfers", arguments->transfers, "all_gather, reduce_scatter: as so many pairs at once")
+  command->add_option("--repeats", arguments->repeats, "Repeats per size")->check(at_least(1))->capture_default_str();
+  command->add_option("--transfers", arguments->transfers, "Number of tensors per all_gather or reduce_scatter")
       ->check(at_least(1))
       ->capture_default_str();
-  command->add_flag("--json", arguments->json, "Print one object on stdout");
+  command->add_flag("--json", arguments->json, "Print the results as JSON");
 
   command->callback([arguments, &exit_code] {
     std::vector<std::string> words{"bench", "comm"};

@@ -16,9 +16,12 @@ inline constexpr int kStoppedAfterSaving = 3;
 
 void add_bench_comm(CLI::App& bench, int& exit_code);  // a subcommand of `bench`
 void add_bench_step(CLI::App& bench, int& exit_code);  // a subcommand of `bench`
+void add_checkpoint(CLI::App& program, int& exit_code);
 void add_doctor(CLI::App& program, int& exit_code);
 void add_launch(CLI::App& program, int& exit_code);
+void add_partition(CLI::App& program, int& exit_code);
 void add_plan(CLI::App& program, int& exit_code);
+void add_profile(CLI::App& program, int& exit_code);
 void add_schedule(CLI::App& program, int& exit_code);
 void add_tokens(CLI::App& program, int& exit_code);
 void add_train(CLI::App& program, int& exit_code);

@@ -3,10 +3,10 @@
 namespace bonfire::cli {
 
 void ConfigArguments::add_to(CLI::App& command) {
-  command.add_option("file", file, "The configuration; docs/configuration.md lists its keys")
+  command.add_option("file", file, "Configuration file; docs/configuration.md lists its keys")
       ->required()
       ->type_name("FILE.toml");
-  command.add_option("--set", overrides, "Override a key of the file")
+  command.add_option("--set", overrides, "Override a key of the file; can be repeated")
       ->type_name("SECTION.KEY=VALUE")
       ->allow_extra_args(false);
 }

@@ -52,7 +52,7 @@ Check check_cores(nlohmann::json& facts) {
   facts["cores"] = cores;
   Check check{"cores", fmt::format("{} usable of {}, {}", cores, sysconf(_SC_NPROCESSORS_CONF), at::get_cpu_capability())};
   if (const double quota = cpu_quota("/proc/self/cgroup", "/sys/fs/cgroup"); quota > 0)
-    check.value += fmt::format(", this container may use the time of {:.1f}", quota);
+    check.value += fmt::format(", of which this container may use {:.1f}", quota);
   return check;
 }
 
@@ -151,7 +151,7 @@ Check check_launch(nlohmann::json& facts) {
     check.value = environment.source == LaunchSource::none
                       ? "no launch environment; a run starts its own ranks"
                       : fmt::format("{}: rank {} of {}", name_of(environment.source), environment.rank, environment.size);
-    check.value += fmt::format("; {} threads for one rank alone", threads_per_rank(variables, 1, usable_cores()));
+    check.value += fmt::format("; a single rank uses {} threads", threads_per_rank(variables, 1, usable_cores()));
   } catch (const ConfigError& error) {
     check.value = "contradictory";
     check.problem = error.what();
@@ -178,7 +178,7 @@ int examine(bool json) {
     facts["problems"] = problems;
     fmt::print("{}\n", facts.dump(2));
   } else if (problems.empty()) {
-    fmt::print("Nothing is wrong with this machine.\n");
+    fmt::print("No problems found.\n");
   }
   return fatal ? kFailed : kDone;
 }
@@ -191,9 +191,10 @@ void add_doctor(CLI::App& program, int& exit_code) {
     bool config_reference = false;
   };
   auto arguments = std::make_shared<Arguments>();
-  CLI::App* command = program.add_subcommand("doctor", "Say what this machine has and what is wrong with it");
-  command->add_flag("--json", arguments->json, "Print one object");
-  command->add_flag("--config-reference", arguments->config_reference, "Print the reference page of the configuration file");
+  CLI::App* command = program.add_subcommand("doctor", "Report what this machine has, and any problems");
+  command->add_flag("--json", arguments->json, "Print one JSON object");
+  command->add_flag("--config-reference", arguments->config_reference,
+                    "Print the reference of the configuration file, as Markdown");
   command->callback([arguments, &exit_code] {
     if (arguments->config_reference) {
       fmt::print("{}", config_reference());

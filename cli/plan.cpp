@@ -1,6 +1,8 @@
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -10,6 +12,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/base/size.h"
 #include "bonfire/plan/memory_table.h"
+#include "bonfire/train/pipedream_model.h"
 #include "bonfire/train/predict.h"
 #include "bonfire/train/selection.h"
 #include "cli/commands.h"
@@ -19,7 +22,7 @@
 namespace bonfire::cli {
 namespace {
 
-struct Arguments {
+struct PlanArguments {
   ConfigArguments config;
   std::optional<int> gpus;
   std::optional<double> cap;  // GiB
@@ -64,10 +67,10 @@ void spread_over(Config& config, int ranks) {
   config.layout.replicate = ranks / config.layout.shard;
 }
 
-Question ask(const Arguments& arguments) {
+Question ask(const PlanArguments& arguments) {
   Question question{.config = load_config(arguments.config.file, arguments.config.overrides)};
-  if (question.config.layout.pipeline > 1)
-    fail_key(question.config, "layout.pipeline", "tables of memory are of data parallelism; allowed here: 1");
+  if (question.config.layout.pipeline > 1 || runs_pipedream(question.config))
+    fail_key(question.config, "layout.pipeline", "the memory table covers data parallelism only; allowed here: 1");
   // A rank's part of the batch, and with it activations, follow from how many there are.
   if (arguments.gpus) spread_over(question.config, *arguments.gpus);
   resolve(question.config, question.config.ranks());
@@ -80,9 +83,7 @@ Question ask(const Arguments& arguments) {
 
 // The layout that fits into `cap` bytes, for each precision.
 std::optional<plan::Fit> fit(const Question& question, const plan::PrecisionKind& kind, std::int64_t cap) {
-  plan::DataParallel layout = question.layout;
-  layout.replicate = question.ranks;
-  layout.shard = 1;
+  plan::DataParallel layout = question.layout.with_shard(1);
   layout.what = plan::Sharded::none;
   if (kind.compute != layout.compute) layout.scales = {};
   layout.compute = kind.compute;
@@ -91,31 +92,71 @@ std::optional<plan::Fit> fit(const Question& question, const plan::PrecisionKind
   return plan::smallest_fit(question.model, layout, question.options, cap);
 }
 
+// What the ranks of a parameter server hold and send.
+struct ServedNeeds {
+  plan::Served served{};
+  std::int64_t worker_state = 0, worker_peak = 0, server_state = 0;
+  std::size_t messages = 0;  // of a worker with each server in a step
+  std::int64_t bytes = 0;    // of a worker with all servers
+};
+
+ServedNeeds served_needs(const Config& config) {
+  ServedNeeds needs{.served = served_of(config), .worker_peak = predict_memory(config).total()};
+  const auto flats = plan::served_flats(model_of(config), served_worker_of(config), needs.served);
+  const auto messages = plan::messages_of_worker(flats, needs.served);
+  needs.worker_state = plan::worker_state_bytes(flats, needs.served);
+  needs.server_state = plan::server_state_bytes(flats, needs.served);
+  needs.messages = messages.size();
+  for (const auto& message : messages) needs.bytes += message.bytes * needs.served.servers;
+  return needs;
+}
+
+void print_server(const Config& config) {
+  const auto needs = served_needs(config);
+  const auto& [workers, servers] = std::pair(needs.served.workers, needs.served.servers);
+  fmt::print("Parameter server ({}): {} worker{}, {} server{}\n", config.layout.server_mode, workers,
+             workers == 1 ? "" : "s", servers, servers == 1 ? "" : "s");
+  fmt::print("  a worker holds {} of model state, {} at its peak\n", format_bytes(needs.worker_state),
+             format_bytes(needs.worker_peak));
+  fmt::print("  a server holds {}: weights, gradients, optimizer state, and gradients of each worker\n",
+             format_bytes(needs.server_state));
+  fmt::print("  in a step a worker exchanges {} messages with each server, {} with all of them\n", needs.messages,
+             format_bytes(needs.bytes));
+}
+
 void print_words(const Question& question, const std::vector<plan::MemoryRow>& rows, std::optional<std::int64_t> cap) {
   const auto& config = question.config;
-  fmt::print("{}: {}, {} parameters in {} Units; {} data-parallel rank{}\n", config.file, config.model.type,
-             format_count(question.model.parameter_elements()), question.model.units.size(), question.ranks,
-             question.ranks == 1 ? "" : "s");
+  const std::string split =
+      config.layout.tensor == 1 ? "" : fmt::format(" on each of {} ranks that split the layers,", config.layout.tensor);
+  const std::string shared =
+      config.layout.context == 1 ? "" : fmt::format(", each of {} ranks that share its samples", config.layout.context);
+  fmt::print("{}: {}, {} parameters{} in {} Units; {} data-parallel rank{}{}\n", config.file, config.model.type,
+             format_count(question.model.parameter_elements()), split, question.model.units.size(), question.ranks,
+             question.ranks == 1 ? "" : "s", shared);
+  if (config.layout.server > 0) return print_server(config);
   const auto memory = plan::memory_of(question.model, question.layout, question.options);
   const std::int64_t total = memory.total();
-  fmt::print("The file asks for {}, shard = {}, sharded = \"{}\": a rank needs {} at its peak\n", config.train.precision,
+  fmt::print("This file ({}, shard = {}, sharded = \"{}\") needs {} per rank at its peak\n", config.train.precision,
              config.layout.shard, config.layout.sharded, format_bytes(total));
   const auto part = [&](const char* name, std::int64_t bytes) {
     if (bytes > 0) fmt::print("  {:<28} {:>12}  {:>4}\n", name, format_bytes(bytes), percent(bytes, total));
   };
   part("parameters", memory.state.parameters);
-  part("fp32 masters", memory.state.masters);
+  part("fp32 master weights", memory.state.masters);
   part("gradients", memory.state.gradients);
   part("optimizer state", memory.state.optimizer);
-  part("parameters of Units that run", memory.gathered);
-  part("gradients on their way", memory.whole_gradients);
+  part("gathered parameters", memory.gathered);
+  part("unsharded gradients", memory.whole_gradients);
   part("communication", memory.communication);
   part("activations", memory.activations);
   part("data and tables", memory.data);
-  part("workspaces of libraries", memory.workspaces);
-  if (memory.building > memory.step())
-    fmt::print("  a step needs {} of that; the rest is there while the model is built\n", format_bytes(memory.step()));
-  if (memory.state.host > 0) fmt::print("  and, of its host's memory, {:>10}\n", format_bytes(memory.state.host));
+  part("library workspaces", memory.workspaces);
+  part("copy for checkpoints", memory.saving);
+  if (total > memory.step())
+    fmt::print("  a step needs only {}; the peak is reached {}\n", format_bytes(memory.step()),
+               total == memory.building ? "while the model is built"
+                                        : "after the first backward, when parameters move to other buckets");
+  if (memory.state.host > 0) fmt::print("  and host memory: {}\n", format_bytes(memory.state.host));
 
   const std::string title = fmt::format("\n{:>4}  {:<11} {:<7} {:>8} {:>7} {:>7} {:>7}   {:>6}  {:>11}  {:>11}", "F",
                                         "sharded", "", "weights", "grads", "optim", "bytes", "less", "state", "peak");
@@ -123,9 +164,9 @@ void print_words(const Question& question, const std::vector<plan::MemoryRow>& r
   for (const auto& row : rows) {
     if (row.kind != kind) {
       kind = row.kind;
-      fmt::print("\n{}: bytes per parameter on a rank", kind->name);
+      fmt::print("\n{}: bytes per parameter and rank", kind->name);
       if (std::string(kind->name) == "fp32")
-        fmt::print(" (and, as a rule of thumb, {} for activations: {} in all)", plan::activations_per_parameter,
+        fmt::print(" (a rule of thumb adds {} for activations: {} in total)", plan::activations_per_parameter,
                    number(row.per_parameter.total() + plan::activations_per_parameter));
       fmt::print("{}\n", title);
     }
@@ -133,25 +174,41 @@ void print_words(const Question& question, const std::vector<plan::MemoryRow>& r
     fmt::print("{:>4}  {:<11} {:<7} {:>8} {:>7} {:>7} {:>7}  {:>6}x  {:>11}  {:>11}{}\n", row.shard, name_of(row.what),
                known_as(row.what), number(bytes.parameters), number(bytes.gradients), number(bytes.optimizer),
                number(bytes.total()), number(row.reduction), format_bytes(row.state.total()), format_bytes(row.peak),
-               row.given ? "  <- the file" : "");
+               row.given ? "  <- this file" : "");
   }
   fmt::print(
-      "\nstate: weights, gradients and optimizer state as they are held, with padding. peak: all of a rank, activations of\n"
-      "{} sample{} at once included.\n",
+      "\nstate: weights, gradients and optimizer state, with padding. peak: total memory per rank, with the activations of "
+      "a\n"
+      "microbatch of {} sample{}.\n",
       config.train.microbatch, config.train.microbatch == 1 ? "" : "s");
   if (!cap) return;
-  fmt::print("\nWith {} on a rank:\n", format_bytes(*cap));
+  fmt::print("\nWith {} per rank:\n", format_bytes(*cap));
   for (const auto& one : plan::precision_kinds()) {
     const auto found = fit(question, one, *cap);
     fmt::print("  {:<22} {}\n", one.name,
-               found ? fmt::format("shard = {}, sharded = \"{}\" fits ({})", found->shard, name_of(found->what),
-                                   format_bytes(found->bytes))
-                     : fmt::format("nothing fits on {} ranks: more of them, or a smaller train.microbatch", question.ranks));
+               found
+                   ? fmt::format("shard = {}, sharded = \"{}\" fits ({})", found->shard, name_of(found->what),
+                                 format_bytes(found->bytes))
+                   : fmt::format("nothing fits on {} ranks: use more ranks or a smaller train.microbatch", question.ranks));
   }
 }
 
 void print_json(const Question& question, const std::vector<plan::MemoryRow>& rows, std::optional<std::int64_t> cap) {
   using Json = nlohmann::ordered_json;
+  if (question.config.layout.server > 0) {
+    const auto needs = served_needs(question.config);
+    fmt::print("{}\n", Json{{"parameters", question.model.parameter_elements()},
+                            {"workers", needs.served.workers},
+                            {"servers", needs.served.servers},
+                            {"memory_bytes", std::max(needs.worker_peak, needs.server_state)},
+                            {"worker_memory_bytes", needs.worker_peak},
+                            {"worker_state_bytes", needs.worker_state},
+                            {"server_state_bytes", needs.server_state},
+                            {"messages", needs.messages},
+                            {"bytes_per_step", needs.bytes}}
+                           .dump());
+    return;
+  }
   const auto memory = plan::memory_of(question.model, question.layout, question.options);
   Json answer{{"parameters", question.model.parameter_elements()},
               {"ranks", question.ranks},
@@ -168,7 +225,9 @@ void print_json(const Question& question, const std::vector<plan::MemoryRow>& ro
                 {"activations", memory.activations},
                 {"data", memory.data},
                 {"workspaces", memory.workspaces},
+                {"saving", memory.saving},
                 {"building", memory.building},
+                {"moving", memory.moving},
                 {"host", memory.state.host}}},
               {"table", Json::array()}};
   for (const auto& row : rows)
@@ -200,19 +259,23 @@ void print_json(const Question& question, const std::vector<plan::MemoryRow>& ro
 }  // namespace
 
 void add_plan(CLI::App& program, int& exit_code) {
-  auto arguments = std::make_shared<Arguments>();
-  CLI::App* command = program.add_subcommand("plan", "Say how much memory a configuration needs, sharded in every way");
+  auto arguments = std::make_shared<PlanArguments>();
+  CLI::App* command =
+      program.add_subcommand("plan", "Predict the memory that a configuration needs, for each sharding option");
   arguments->config.add_to(*command);
-  command->add_flag("--memory", arguments->memory, "Memory of a rank by precision, sharding factor and what is sharded");
+  command->add_flag("--memory", arguments->memory,
+                    "Print memory per rank by precision, sharding factor and what is sharded");
   command
       ->add_option("--gpus", arguments->gpus,
-                   "For this many data-parallel ranks, the batch divided among them (default: those of [layout])")
+                   "Number of data-parallel ranks, which divide the batch among them (default: from [layout])")
       ->check(CLI::Range(1, 1 << 20));
-  command->add_option("--cap", arguments->cap, "Also say what fits into this many GiB on a rank")->check(more_than(0));
-  command->add_flag("--json", arguments->json, "Print one object");
+  command->add_option("--cap", arguments->cap, "Also print the least sharding that fits into this many GiB per rank")
+      ->check(more_than(0));
+  command->add_flag("--json", arguments->json, "Print one JSON object");
   command->callback([arguments, &exit_code] {
     if (!arguments->memory)
-      fail_config("plan: choosing a layout is not there yet; allowed: --memory, the memory of all of them");
+      fail_config(
+          "plan: a layout cannot be chosen automatically yet; allowed: --memory, which lists the memory of all layouts");
     const Question question = ask(*arguments);
     const auto rows = plan::memory_table(question.model, question.layout, question.options, question.ranks);
     std::optional<std::int64_t> cap;

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <fstream>
 #include <memory>
+#include <mutex>
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -22,12 +23,18 @@
 #include "bonfire/comm/environment.h"
 #include "bonfire/comm/join.h"
 #include "bonfire/comm/launcher.h"
+#include "bonfire/comm/stop_signals.h"
+#include "bonfire/comm/stop_vote.h"
 #include "bonfire/comm/wait_policy.h"
 #include "bonfire/train/build.h"
 #include "bonfire/train/memory_need.h"
 #include "bonfire/train/run_data.h"
 #include "bonfire/train/run_folder.h"
+#include "bonfire/train/weights.h"
 #include "cli/commands.h"
+#include "cli/grace.h"
+#include "cli/last_words.h"
+#include "cli/requests.h"
 
 namespace bonfire::cli {
 namespace {
@@ -36,6 +43,9 @@ namespace fs = std::filesystem;
 
 // How a command tells the ranks that it starts where the run's folder is, and by that, that everything has been checked.
 constexpr const char* folder_variable = "BONFIRE_RUN_FOLDER";
+// The same where several nodes have launchers, whose ranks agree on one folder: where the first rank of each node says
+// which.
+constexpr const char* folder_file_variable = "BONFIRE_RUN_FOLDER_FILE";
 // The terminal on which the ranks' words end, whose width they ask for; their own stderr is a pipe.
 constexpr const char* terminal_variable = "BONFIRE_TERMINAL";
 
@@ -54,7 +64,28 @@ fs::path temporary_folder() {
 }
 
 fs::path make_folder(const Config& config, const StartOptions& options) {
+  if (!options.run_folder.empty()) return options.run_folder;
   return options.keep_folder ? make_run_folder(config) : temporary_folder();
+}
+
+bool holds_nothing(const fs::path& folder) {
+  for (const auto& entry : fs::recursive_directory_iterator(folder))
+    if (entry.is_regular_file() && entry.file_size() > 0) return false;
+  return true;
+}
+
+// A run that failed leaves no folder that nobody has heard of: one that is of use is named, any other goes.
+void settle_folder(const fs::path& folder, const Config& config, const StartOptions& options, const Log& log) {
+  try {
+    if (options.keep_folder && !holds_nothing(folder))
+      log.info("what the run has written is in {}", folder.string());
+    else if (options.keep_folder)
+      discard_run_folder(config, folder);
+    else
+      fs::remove_all(folder);
+  } catch (const fs::filesystem_error& error) {
+    log.warning("'{}' is left: {}", folder.string(), error.code().message());
+  }
 }
 
 // How long ranks may be silent or late: the user's environment wins over the file.
@@ -65,6 +96,35 @@ Variables watch_variables(const Config& config, Variables variables) {
   variables.try_emplace(watch_names[1], fmt::format("{}", config.run.heartbeat));
   return variables;
 }
+
+// The logs of one of several nodes, which are begun before there is a run folder for them.
+class NodeLogs {
+ public:
+  NodeLogs() : scratch_(temporary_folder()) {}
+
+  fs::path logs() const { return scratch_ / "logs"; }
+  fs::path folder_file() const { return scratch_ / "run_folder"; }
+  void discard() const { fs::remove_all(scratch_); }
+  // All went well: they go to what else the run has written, and that is returned; on this machine, where the nodes share
+  // no files.
+  fs::path hand_over() const {
+    std::string folder;
+    std::ifstream file(folder_file());
+    std::getline(file, folder);
+    try {
+      if (folder.empty()) throw fs::filesystem_error("the run folder is not known", std::error_code());
+      fs::create_directories(fs::path(folder) / "logs");
+      fs::copy(logs(), fs::path(folder) / "logs", fs::copy_options::recursive | fs::copy_options::overwrite_existing);
+      discard();
+    } catch (const fs::filesystem_error& error) {
+      Log().warning("the ranks' output is left in {}: {}", logs().string(), error.what());
+    }
+    return folder;
+  }
+
+ private:
+  fs::path scratch_;
+};
 
 int launch_here(const Config& config, const StartOptions& options, const Environment& place) {
   LauncherOptions launcher;
@@ -78,33 +138,82 @@ int launch_here(const Config& config, const StartOptions& options, const Environ
   launcher.address = options.address;
   launcher.max_restarts = options.max_restarts;
   launcher.echo = Echo::first;
+  launcher.ranks_take_signals = true;
   const Variables variables = watch_variables(config, process_variables());
   for (const char* name : watch_names) launcher.variables[name] = variables.at(name);
+  // Ranks that take too long say so themselves. The user's environment wins here, too.
+  if (!variables.contains("BONFIRE_STOP_TIMEOUT"))
+    launcher.stop_grace = std::chrono::milliseconds(static_cast<std::int64_t>(config.checkpoint.grace * 1e3) + 5000);
   if (const std::string terminal = name_of_terminal(); !terminal.empty()) launcher.variables[terminal_variable] = terminal;
-  // On several nodes the ranks agree on one folder.
+  // Before a folder is made.
+  check_launch(launcher);
   fs::path folder;
-  if (place.nodes == 1) {
+  std::optional<NodeLogs> logs;
+  launcher.prepare = [&](LauncherOptions& prepared) {
+    launcher_hears_requests();
+    if (place.nodes > 1) {
+      logs.emplace();
+      prepared.log_folder = logs->logs();
+      prepared.variables[folder_file_variable] = logs->folder_file().string();
+      return;
+    }
     folder = make_folder(config, options);
-    launcher.log_folder = folder / "logs";
-    launcher.variables[folder_variable] = folder.string();
-  }
-  const LaunchOutcome outcome = launch_ranks(std::move(launcher));
-  // Where something went wrong, the launcher has named the logs in it.
-  if (!options.keep_folder && outcome.exit_code == kDone) fs::remove_all(folder);
-  if (outcome.exit_code == kDone && outcome.stdout_error != 0) {
-    const bool kept = options.keep_folder && place.nodes == 1;
+    prepared.log_folder = folder / "logs";
+    prepared.variables[folder_variable] = folder.string();
+  };
+  const LaunchOutcome outcome = [&] {
+    try {
+      return launch_ranks(std::move(launcher));
+    } catch (...) {
+      const Log log([](LogLevel, std::string_view words) { say_last(fmt::format("bonfire: {}\n", words)); });
+      if (!folder.empty()) settle_folder(folder, config, options, log);
+      if (logs) logs->discard();
+      throw;
+    }
+  }();
+  // Where something went wrong, the launcher has named the logs.
+  if (outcome.exit_code != kDone) return outcome.exit_code;
+  if (logs && options.keep_folder) folder = logs->hand_over();
+  if (logs && !options.keep_folder) logs->discard();
+  if (!logs && !options.keep_folder) fs::remove_all(folder);
+  if (outcome.stdout_error != 0) {
     fail("stdout cannot be written: {}{}", std::strerror(outcome.stdout_error),
-         kept ? fmt::format("; what was to go there is in {}", (folder / "report.json").string()) : "");
+         options.keep_folder && !folder.empty()
+             ? fmt::format("; what was to go there is in {}", (folder / "report.json").string())
+             : "");
   }
   return outcome.exit_code;
 }
 
+// The folder that rank 0 has made, where it is to be settled if the run fails. Other threads may end the run.
+class OwnFolder {
+ public:
+  void set(const fs::path& folder) {
+    const std::lock_guard lock(mutex_);
+    folder_ = folder;
+  }
+  fs::path get() {
+    const std::lock_guard lock(mutex_);
+    return folder_;
+  }
+
+ private:
+  std::mutex mutex_;
+  fs::path folder_;
+};
+
 // Rank 0's folder, known to all. Collective.
-fs::path agree_on_folder(const World& world, const Config& config, const StartOptions& options) {
+fs::path agree_on_folder(const World& world, const Config& config, const StartOptions& options, const Environment& place,
+                         OwnFolder& own) {
   constexpr std::int64_t longest = 4096;
   auto text = at::zeros({longest}, at::kByte);
   if (world.rank() == 0) {
-    const std::string folder = make_folder(config, options).string();
+    // Ranks that are started again go on in the folder that they had.
+    const auto before = place.restarts > 0 && options.keep_folder ? latest_run_folder(config) : std::nullopt;
+    own.set(before ? *before : make_folder(config, options));
+    const std::string folder = own.get().string();
+    // Now: it may be that this rank is ended before it can say anything.
+    world.log().info("{}: {}", options.keep_folder ? "run folder" : "temporary folder", folder);
     require(folder.size() < longest, "the path of the run folder has {} letters, at most {} are allowed", folder.size(),
             longest - 1);
     std::memcpy(text.data_ptr(), folder.data(), folder.size());
@@ -120,7 +229,8 @@ JoinOptions join_options(const Config& config, Variables variables) {
   join.world.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(config.run.timeout * 1e3));
   join.world.debug = config.run.debug_collectives;
   join.device = [&config](const Environment& place) {
-    const c10::Device device = device_of(config, place.local_rank);
+    // Workers and their servers meet on the host; a worker computes where it likes.
+    const c10::Device device = config.layout.server > 0 ? c10::Device(c10::kCPU) : device_of(config, place.local_rank);
     set_current(device);
     return device;
   };
@@ -141,7 +251,8 @@ JoinOptions join_options(const Config& config, Variables variables) {
 int ranks_here(const Config& config, const StartOptions& options, const Variables& variables) {
   if (options.ranks) return *options.ranks;
   if (const auto asked = asked_ranks(variables)) return *asked;
-  const auto axes = {"layout.pipeline", "layout.replicate", "layout.shard", "layout.context", "layout.tensor"};
+  const auto axes = {"layout.pipeline", "layout.replicate", "layout.shard", "layout.context",
+                     "layout.tensor",   "layout.replicas",  "layout.server"};
   if (std::any_of(axes.begin(), axes.end(), [&](const char* axis) { return config.given(axis); })) {
     if (config.ranks() % options.nodes != 0)
       fail_config("--nodes {}: the {} ranks of [layout] cannot be shared between them; allowed: a divisor, or --ranks",
@@ -151,16 +262,14 @@ int ranks_here(const Config& config, const StartOptions& options, const Variable
   return config.run.device == "cpu" ? 1 : std::max(1, gpu_count());
 }
 
-// Who and where this process is, or, where it is to start ranks itself, how many.
-Environment find_place(const Config& config, const StartOptions& options, const Variables& variables) {
+// Who and where this process is. Where it is to start ranks of its own accord, nobody knows yet how many.
+Environment find_place(const StartOptions& options, const Variables& variables) {
   if (options.nodes == 1 && (options.node != 0 || !options.master.empty()))
     fail_config("--node-rank and --master need --nodes");
   Environment place = options.ranks || options.nodes > 1 ? Environment{} : resolve_environment(variables);
   if (place.source == LaunchSource::none) {
-    place.local_size = ranks_here(config, options, variables);
     place.nodes = options.nodes;
     place.node = options.node;
-    place.size = place.local_size * place.nodes;
     if (place.nodes > 1) {
       if (options.master.empty()) fail_config("several nodes need --master HOST:PORT, where node 0 listens");
       const Endpoint master = parse_endpoint(options.master);
@@ -168,8 +277,6 @@ Environment find_place(const Config& config, const StartOptions& options, const 
       place.port = master.port;
     }
     place.launches_itself = true;
-  } else if (place.launches_itself) {
-    place.size = place.local_size * place.nodes;
   }
   return place;
 }
@@ -189,19 +296,96 @@ void spin_shortly_from_the_start(Variables& variables) {
   // Not possible here: then it waits as OpenMP does.
 }
 
+// While it lives, requests to stop are `vote`'s to answer.
+class Votes {
+ public:
+  Votes(StopSignals& requests, StopVote& vote, Grace& grace) : requests_(requests) {
+    requests_.answer_with([&vote, &grace] {
+      grace.begin();
+      vote.ask();
+    });
+  }
+  ~Votes() { requests_.answer_with({}); }
+  Votes(const Votes&) = delete;
+  Votes& operator=(const Votes&) = delete;
+
+ private:
+  StopSignals& requests_;
+};
+
+// To this node's launcher, if it has asked. Where that cannot be written, it leaves the logs where they are.
+void say_folder(const fs::path& folder) {
+  if (const char* file = std::getenv(folder_file_variable); file != nullptr) std::ofstream(file) << folder.string() << '\n';
+}
+
+// One rank, from the moment at which it is known to be one.
+int run_as_rank(const Config& config, const StartOptions& options, JoinOptions join, const fs::path& given,
+                const RankBody& body, const Environment& place) {
+  const auto own = std::make_shared<OwnFolder>();
+  join.on_failure = [&config, &options, own, log = join.world.log] {
+    if (const fs::path folder = own->get(); !folder.empty()) settle_folder(folder, config, options, log);
+  };
+  StopSignals& requests = *join.stop;
+  bool begun = false;
+  const int code = run_rank(std::move(join), [&](World& world) {
+    const std::chrono::duration<double> length(config.checkpoint.grace);
+    Grace grace(length, [&world, length] {
+      world.log().error(
+          "rank {} was asked to stop {:.3g} s ago and has not ended its step and saved: it ends now, and what was saved "
+          "last "
+          "stays (checkpoint.grace = {:.3g})",
+          world.rank(), length.count(), length.count());
+      std::_Exit(kFailed);
+    });
+    const auto patience = std::min<std::chrono::duration<double>>(std::chrono::seconds(30), length / 2);
+    StopVote vote(world.store(), {.rank = world.rank(),
+                                  .size = world.size(),
+                                  .patience = std::chrono::duration_cast<std::chrono::milliseconds>(patience),
+                                  .failed = [&grace] { grace.cancel(); },
+                                  .log = world.log()});
+    const Votes votes(requests, vote, grace);
+    begun = true;
+    const fs::path folder = given.empty() ? agree_on_folder(world, config, options, place, *own) : given;
+    if (given.empty() && world.local_rank() == 0) say_folder(folder);
+    const int code = body(world, {.folder = folder, .stop = vote, .restarts = place.restarts});
+    if (given.empty() && !options.keep_folder && world.rank() == 0) fs::remove_all(folder);
+    return code;
+  });
+  if (!begun && code == kStoppedAfterSaving && place.rank == 0) say_stopped_before_the_start();
+  return code;
+}
+
 }  // namespace
 
 int start(Config& config, const StartOptions& options, const RankBody& body) {
   Variables variables = process_variables();
-  const Environment place = find_place(config, options, variables);
-  resolve(config, place.size);
-  if (place.source != LaunchSource::none && !place.launches_itself) spin_shortly_from_the_start(variables);
+  Environment place = find_place(options, variables);
+  if (!place.launches_itself) spin_shortly_from_the_start(variables);
   // Where the starter has checked, or another rank of this machine does, nothing is read twice.
   const auto folder = variables.find(folder_variable);
-  const bool started_by_us = place.source == LaunchSource::bonfire && folder != variables.end();
+  const bool has_folder = place.source == LaunchSource::bonfire && folder != variables.end();
+  const bool started_by_us =
+      has_folder || (place.source == LaunchSource::bonfire && variables.contains(folder_file_variable));
+  // Before anything that takes time, such as looking for GPUs.
+  StopSignals* requests = nullptr;
+  if (place.launches_itself) {
+    end_on_request();
+    if (place.source == LaunchSource::none) place.local_size = ranks_here(config, options, variables);
+    place.size = place.local_size * place.nodes;
+  } else {
+    // Until it has joined the others, nobody needs it to end in good order.
+    requests = &StopSignals::take([rank = place.rank] {
+      if (rank == 0) say_stopped_before_the_start();
+      std::_Exit(kStoppedAfterSaving);
+    });
+  }
+  resolve(config, place.size);
   if (!started_by_us) {
     device_of(config, place.local_rank);
+    const auto look = place.launches_itself ? LookAt::files : LookAt::manifest;
+    if (options.check) options.check(config, look);
     require_memory(config);
+    check_weights(config, look);
     if (place.local_rank == 0) check_data(config, Log());
   }
   if (place.launches_itself) return launch_here(config, options, place);
@@ -212,12 +396,9 @@ int start(Config& config, const StartOptions& options, const RankBody& body) {
 
   at::set_num_threads(config.run.threads > 0 ? static_cast<int>(config.run.threads)
                                              : threads_per_rank(variables, place.local_size, usable_cores()));
-  return run_rank(join_options(config, variables), [&](World& world) {
-    const fs::path where = started_by_us ? fs::path(folder->second) : agree_on_folder(world, config, options);
-    const int code = body(world, where);
-    if (!started_by_us && !options.keep_folder && world.rank() == 0) fs::remove_all(where);
-    return code;
-  });
+  JoinOptions join = join_options(config, variables);
+  join.stop = requests;
+  return run_as_rank(config, options, std::move(join), has_folder ? fs::path(folder->second) : fs::path(), body, place);
 }
 
 ProgressLine::Options progress_to_stderr() {

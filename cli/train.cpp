@@ -1,13 +1,14 @@
+#include <cstdio>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include <fmt/format.h>
 #include <CLI/App.hpp>
 
-#include "bonfire/comm/stop_signals.h"
-#include "bonfire/comm/stop_vote.h"
 #include "bonfire/train/loop.h"
+#include "bonfire/train/resume.h"
 #include "cli/commands.h"
 #include "cli/config_arguments.h"
 #include "cli/limits.h"
@@ -22,24 +23,33 @@ void add_train(CLI::App& program, int& exit_code) {
     int nodes = 1, node = 0;
     std::string master, address;
     int max_restarts = 0;
+    std::string resume;
     bool json = false;
   };
   auto arguments = std::make_shared<Arguments>();
-  CLI::App* command = program.add_subcommand("train", "Train what a configuration file describes");
+  CLI::App* command = program.add_subcommand("train", "Train the model that a configuration file describes");
   arguments->config.add_to(*command);
   command
-      ->add_option("--ranks", arguments->ranks,
-                   "Start this many ranks on this node (default: the launch environment's, else BONFIRE_RANKS, else the "
-                   "product of the axes in [layout], else one for each GPU)")
+      ->add_option(
+          "--ranks", arguments->ranks,
+          "Number of ranks to start on this node (default: from the launcher, else BONFIRE_RANKS, else the product of "
+          "the axes in [layout], else one per GPU)")
       ->check(at_least(1));
-  command->add_option("--nodes", arguments->nodes, "Nodes, each with this command of its own")->check(at_least(1));
-  command->add_option("--node-rank", arguments->node, "Number of this node, from 0")->check(at_least(0));
-  command->add_option("--master", arguments->master, "HOST:PORT where node 0's command listens")->type_name("HOST:PORT");
-  command->add_option("--address", arguments->address, "Address of this node that other nodes reach it at (default: chosen)")
+  command->add_option("--nodes", arguments->nodes, "Number of nodes; run this command on each")->check(at_least(1));
+  command->add_option("--node-rank", arguments->node, "Index of this node, starting from 0")->check(at_least(0));
+  command->add_option("--master", arguments->master, "Address at which node 0's command listens")->type_name("HOST:PORT");
+  command->add_option("--address", arguments->address, "Address at which other nodes reach this one (default: chosen)")
       ->type_name("HOST");
-  command->add_option("--max-restarts", arguments->max_restarts, "Start all ranks again after a failure, at most so often")
+  command
+      ->add_option("--max-restarts", arguments->max_restarts,
+                   "Restart all ranks after a failure, at most this many times; they go on from the newest checkpoint")
       ->check(at_least(0));
-  command->add_flag("--json", arguments->json, "Print one object on stdout at the end; words go to stderr");
+  command
+      ->add_option("--resume", arguments->resume,
+                   "Go on from the newest checkpoint of an earlier run: `latest` of this name, or the folder of a run; the "
+                   "folder of a checkpoint begins a new run with it")
+      ->type_name("latest|DIR");
+  command->add_flag("--json", arguments->json, "Print one JSON object to stdout at the end, everything else to stderr");
 
   command->callback([arguments, &exit_code] {
     Config config = load_config(arguments->config.file, arguments->config.overrides);
@@ -53,18 +63,27 @@ void add_train(CLI::App& program, int& exit_code) {
     for (auto& word : arguments->config.words()) options.rank_arguments.push_back(std::move(word));
     if (arguments->json) options.rank_arguments.push_back("--json");
 
-    exit_code = start(config, options, [&](const World& world, const std::filesystem::path& folder) {
-      if (world.rank() == 0) world.log().info("weights: {}", weights_kept);
-      StopVote vote(world.store(), {.rank = world.rank(), .size = world.size(), .log = world.log()});
-      const StopSignals signals([&vote] { vote.ask(); });
-      const TrainReport report = train(world, config, {.folder = folder, .progress = progress_to_stderr(), .stop = &vote});
+    std::optional<Resume> resume;
+    if (!arguments->resume.empty()) {
+      resume = find_resume(config, arguments->resume);
+      options.run_folder = resume->run_folder;
+      options.check = [&](const Config& resolved, LookAt look) { require_resumable(resolved, *resume, look); };
+      options.rank_arguments.insert(options.rank_arguments.end(), {"--resume", arguments->resume});
+    }
+
+    exit_code = start(config, options, [&](const World& world, const RankStart& rank) {
+      TrainOptions train_options{.folder = rank.folder, .progress = progress_to_stderr(), .stop = &rank.stop};
+      train_options.resume = rank.restarts > 0 || (resume && !resume->run_folder.empty());
+      if (resume && resume->run_folder.empty()) train_options.begin_with = resume->checkpoint;
+      const TrainReport report = train(world, config, train_options);
       const int code = report.stopped ? kStoppedAfterSaving : kDone;
       if (world.rank() != 0) return code;
-      fmt::print(stderr, "\n{}", summary(report));
+      std::string words = fmt::format("\n{}", summary(report));
       if (report.stopped)
-        fmt::print(stderr,
-                   "  stopped on request after step {} of {}; nothing was saved: checkpoints are not available yet\n",
-                   report.steps, config.train.steps);
+        words += fmt::format("  stopped on request after step {} of {}; {}\n", report.steps, config.train.steps,
+                             report.checkpoint.empty() ? "nothing was saved: checkpoint.every = 0"
+                                                       : "continue with --resume " + report.run_folder);
+      std::fputs(words.c_str(), stderr);  // whether or not somebody reads it
       if (arguments->json) fmt::print("{}\n", to_json(report));
       return code;
     });

@@ -5,14 +5,16 @@
 #include "bonfire/base/error.h"
 #include "bonfire/comm/device.h"
 #include "bonfire/train/capturable.h"
+#include "bonfire/train/pipedream_model.h"
 #include "bonfire/train/staged_model.h"
 #include "bonfire/train/whole_model.h"
 
 namespace bonfire {
 namespace {
 
-MeshShape mesh_shape(const Config::Layout& layout) {
-  return {.pipeline = static_cast<int>(layout.pipeline),
+MeshShape mesh_shape(const Config& config) {
+  const auto& layout = config.layout;
+  return {.pipeline = static_cast<int>(config.pipeline_ranks()),
           .replicate = static_cast<int>(layout.replicate),
           .shard = static_cast<int>(layout.shard),
           .context = static_cast<int>(layout.context),
@@ -21,6 +23,7 @@ MeshShape mesh_shape(const Config::Layout& layout) {
 
 // What is settled on the way is put into the configuration.
 std::unique_ptr<Trainee> make_trainee(const World& world, Config& config, const Mesh& mesh, const RunData& data) {
+  if (runs_pipedream(config)) return std::make_unique<PipeDreamModel>(world, config, mesh, *data.train);
   if (config.layout.pipeline > 1) {
     settle_stages(config, world, mesh, *data.train);
     return std::make_unique<StagedModel>(world, config, mesh, *data.train);
@@ -89,7 +92,8 @@ Run::Run(const World& a_world, const Config& a_config)
       cap(world.device(), config.run.memory_cap.count),
       // The one who started the ranks, or the first of each machine, has read all tokens.
       data(open_data(config)),
-      mesh(world.mesh(mesh_shape(config.layout))),
+      mesh(world.mesh(mesh_shape(config))),
+      groups(DataGroups::of_stage(mesh)),
       trainee(make_trainee(world, config, mesh, data)),
       scaler(make_scaler(config)),
       learning_rate(learning_rate_of(config)),

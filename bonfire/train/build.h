@@ -7,6 +7,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include "bonfire/base/api.h"
+#include "bonfire/comm/data_groups.h"
 #include "bonfire/comm/device.h"
 #include "bonfire/comm/mesh.h"
 #include "bonfire/comm/world.h"
@@ -55,10 +56,13 @@ struct BONFIRE_API Run {
   MemoryCap cap;
   RunData data;
   Mesh mesh;
+  DataGroups groups;  // who averages gradients; who reads which samples, the mesh's data axis says
   std::unique_ptr<Trainee> trainee;
   std::optional<GradScaler> scaler;  // fp16 only
   LearningRate learning_rate;
   Loader loader;
+  std::int64_t skipped = 0;    // updates left out so far
+  std::int64_t rollbacks = 0;  // how often it has gone back to a checkpoint
 };
 
 }  // namespace bonfire

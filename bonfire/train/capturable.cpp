@@ -2,10 +2,13 @@
 
 #include <fmt/format.h>
 
+#include "bonfire/train/pipedream_model.h"
+
 namespace bonfire {
 
 std::string hindrance_to_device_steps(const Config& config) {
   const auto& layout = config.layout;
+  if (runs_pipedream(config)) return fmt::format("layout.schedule = \"{}\": the host runs the schedule", layout.schedule);
   if (layout.pipeline > 1) return fmt::format("layout.pipeline = {}: the host runs the schedule", layout.pipeline);
   if (layout.offload != "none")
     return fmt::format("layout.offload = \"{}\": the host updates what is offloaded", layout.offload);
@@ -18,6 +21,12 @@ std::string hindrance_to_device_steps(const Config& config) {
 // Whatever the host decides or counts anew in each step is one number for ever in a step that was captured.
 std::string hindrance_to_graphs(const Config& config) {
   if (auto hindrance = hindrance_to_device_steps(config); !hindrance.empty()) return hindrance;
+  if (config.layout.tensor > 1)
+    return fmt::format("layout.tensor = {}: what ranks exchange inside of layers", config.layout.tensor);
+  if (config.layout.context > 1)
+    return fmt::format("layout.context = {}: what ranks exchange inside of layers", config.layout.context);
+  if (config.data.documents == "separate") return "data.documents = \"separate\": the host divides every batch anew";
+  if (config.layout.recompute_offload) return "layout.recompute_offload = true: the host allocates what inputs are kept in";
   if (config.layout.negotiate_order) return "layout.negotiate_order = true: the hosts agree on every gather";
   if (config.model.spec.dropout > 0)
     return fmt::format("model.dropout = {}: the host draws what is dropped", config.model.spec.dropout);

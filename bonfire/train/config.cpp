@@ -143,7 +143,7 @@ class Assignment {
         else
           refuse(value, fmt::format("{} is not a setting of a group{}", key, guess(key, {"match", "lr", "weight_decay"})));
       }
-      if (group.match.empty()) refuse(value, "a group without `match` is nobody's");
+      if (group.match.empty()) refuse(value, "a group without `match` applies to no parameter");
       if (!group.lr && !group.weight_decay) refuse(value, "a group without a setting changes nothing");
     }
   }
@@ -332,7 +332,7 @@ std::string config_reference() {
       "chosen settings are errors before training starts. The run folder contains the resolved configuration.\n\n"
       "This page is generated from the parser's own table: `bonfire doctor --config-reference` prints it.\n";
   for (const auto& section : config_sections()) {
-    out += fmt::format("\n## [{}]\n\n{}\n\n| key | default | allowed | what it does |\n|---|---|---|---|\n", section,
+    out += fmt::format("\n## [{}]\n\n{}\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n", section,
                        help_of_section(section));
     for (const auto& key : config_keys()) {
       if (key.section() != section) continue;

@@ -55,6 +55,11 @@ struct BONFIRE_API Config {
     plan::ModelSpec spec = {.positions = 0};
   } model;
 
+  // The other keys of [adapter] are the model's.
+  struct Adapter {
+    std::string weights;
+  } adapter;
+
   struct Data {
     std::string type = "synthetic";
     std::int64_t sequence = 256;
@@ -64,6 +69,8 @@ struct BONFIRE_API Config {
     std::int64_t seed = 1;
     std::int64_t branching = 8;
     double noise = 1;
+    std::string documents = "joined";
+    std::int64_t end_of_document = -1;
   } data;
 
   struct Train {
@@ -116,10 +123,15 @@ struct BONFIRE_API Config {
     std::int64_t replicate = 1;
     std::int64_t shard = 1;
     std::int64_t context = 1;
+    std::string context_attention = "ring";
     std::int64_t tensor = 1;
+    bool sequence_parallel = true;
+    std::int64_t tensor_chunks = 1;
     std::string schedule = "1f1b";
     std::int64_t chunks = 0;
     WordOrCounts stages = "count";
+    std::vector<std::int64_t> replicas;  // of each stage; empty: one
+    bool stash = true;
     std::string sharded = "parameters";
     SwitchOrNumber reshard_after_forward = true;
     std::int64_t prefetch = 2;
@@ -131,27 +143,72 @@ struct BONFIRE_API Config {
     bool negotiate_order = false;
     std::string offload = "none";
     std::string recompute = "none";
+    std::int64_t recompute_every = 1;
+    bool recompute_offload = false;
     double bucket_mb = 25;
     double first_bucket_mb = 1;
     std::string compression = "none";
     std::int64_t powersgd_rank = 4;
+    std::int64_t server = 0;
+    std::string server_mode = "synchronous";
+    std::int64_t server_staleness = 0;
+    std::int64_t server_backup = 0;
+    std::string server_lost = "stop";
+    std::int64_t server_save_every = 0;
   } layout;
+
+  struct Checkpoint {
+    std::int64_t every = 100;
+    std::int64_t keep = 2;
+    bool asynchronous = true;
+    bool drain = true;
+    std::string busy = "wait";
+    std::string failed = "warn";
+    double grace = 60;
+    std::string weights;
+    std::vector<std::string> weights_of;
+  } checkpoint;
 
   struct Fault {
     std::int64_t nan_step = 0;
     std::int64_t nan_rank = 0;
+    std::int64_t nan_times = 0;
+    std::int64_t memory_step = 0;
+    std::int64_t memory_rank = 0;
+
+    bool makes_nan(std::int64_t step, std::int64_t rollbacks) const {
+      return nan_step > 0 && nan_step == step && (nan_times == 0 || rollbacks < nan_times);
+    }
   } fault;
 
   std::string file;                           // as it was named
   std::map<std::string, std::string> origin;  // "train.batch" to "demo.toml:12" or "--set", for keys that were given
 
   bool given(const std::string& key) const { return origin.count(key) != 0; }
-  std::int64_t ranks() const { return layout.pipeline * layout.replicate * layout.shard * layout.context * layout.tensor; }
+  // Ranks along the pipeline: where stages have replicas, all of them.
+  std::int64_t pipeline_ranks() const {
+    if (layout.replicas.empty()) return layout.pipeline;
+    std::int64_t sum = 0;
+    for (const auto replicas : layout.replicas) sum += replicas;
+    return sum;
+  }
+  // Those of the mesh, and parameter servers.
+  std::int64_t ranks() const {
+    return pipeline_ranks() * layout.replicate * layout.shard * layout.context * layout.tensor + layout.server;
+  }
+  // Ranks that read different samples.
   std::int64_t data_ranks() const { return layout.replicate * layout.shard; }
   bool reads_tokens() const {
     return model.type == "llama" || model.type == "gpt2" || (model.type == "mlp" && !model.spec.inputs);
   }
 };
+
+// Whether Units of a pipeline's stages are gathered one by one.
+inline bool gathers_units(const Config& config) {
+  const auto* reshard = std::get_if<bool>(&config.layout.reshard_after_forward);
+  return config.layout.pipeline > 1 && config.layout.shard > 1 && config.layout.sharded == "parameters" && reshard &&
+         *reshard;
+}
 
 // Reads the file, then the overrides ("optimizer.lr=1e-3") in order, and checks each key by itself.
 // Throws ConfigError: "FILE:LINE: section.key = value: what is wrong; allowed: ...".

@@ -6,9 +6,9 @@ namespace bonfire {
 namespace {
 
 const std::vector<ConfigSection>& sections() {
-  static const std::vector<ConfigSection> all = {run_section(),        model_section(),     data_section(),
-                                                 train_section(),      optimizer_section(), layout_section(),
-                                                 checkpoint_section(), fault_section()};
+  static const std::vector<ConfigSection> all = {run_section(),    model_section(),      adapter_section(),
+                                                 data_section(),   train_section(),      optimizer_section(),
+                                                 layout_section(), checkpoint_section(), fault_section()};
   return all;
 }
 

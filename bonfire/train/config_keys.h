@@ -60,6 +60,7 @@ struct ConfigSection {
 };
 ConfigSection run_section();
 ConfigSection model_section();
+ConfigSection adapter_section();
 ConfigSection data_section();
 ConfigSection train_section();
 ConfigSection optimizer_section();

@@ -30,11 +30,11 @@ std::string allowed_text(const ConfigKey& key) {
                                           "a list of strings",
                                           "a list of integers",
                                           "a list of two numbers",
-                                          "bytes, as a number or a text such as \"2GiB\"",
+                                          "bytes, as a number or a string such as \"2GiB\"",
                                           "true | false | an integer",
                                           "an integer",
                                           "a list of integers",
-                                          "tables of match (names), lr and weight_decay (numbers)"};
+                                          "tables with `match` (names), `lr` and `weight_decay` (numbers)"};
   const bool or_number = std::holds_alternative<WordOrNumber& (*)(Config&)>(key.field) ||
                          std::holds_alternative<WordOrCounts& (*)(Config&)>(key.field);
   std::string text;
@@ -48,7 +48,7 @@ std::string allowed_text(const ConfigKey& key) {
   const auto& range = key.range;
   if (range.at_least && range.at_most && *range.at_least == *range.at_most) return fmt::format("{}", *range.at_least);
   limit("at least", range.at_least);
-  limit("more than", range.more_than);
+  limit("greater than", range.more_than);
   limit("at most", range.at_most);
   limit("less than", range.less_than);
   return text;

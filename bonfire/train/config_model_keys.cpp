@@ -15,7 +15,7 @@ std::vector<std::string> preset_names() {
 ConfigSection model_section() {
   return {
       .name = "model",
-      .help = "The model.",
+      .help = "The model to train.",
       .keys =
           {
               {.name = "model.preset",
@@ -138,8 +138,15 @@ ConfigSection model_section() {
                .range = {.at_least = 0, .at_most = 1e6},
                .where_key = "model.type",
                .where_values = {"vgg"}},
+              {.name = "model.reversible",
+               .field = BONFIRE_FIELD(model.spec.reversible),
+               .help =
+                   "Blocks on two streams whose inputs are reconstructed in backward, so that activation memory does not "
+                   "grow with `layers`. This is another function than the plain model's.",
+               .where_key = "model.type",
+               .where_values = {"llama", "gpt2"}},
           },
-      .later = {{"model.reversible", "reversible blocks"}, {"model.from", "importing Hugging Face folders"}}};
+      .later = {{"model.from", "importing Hugging Face folders"}}};
 }
 
 }  // namespace bonfire

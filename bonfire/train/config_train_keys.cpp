@@ -50,7 +50,7 @@ ConfigSection train_section() {
            .choices = {"gradient", "fp32", "bf16", "fp16"}},
           {.name = "train.output_precision",
            .field = BONFIRE_FIELD(train.output_precision),
-           .help = "Dtype of the model's output, the loss: as the `model` computes it, or cast.",
+           .help = "Dtype of the loss. `model`: as the model computes it.",
            .choices = {"model", "fp32", "bf16", "fp16"}},
           {.name = "train.buffer_precision",
            .field = BONFIRE_FIELD(train.buffer_precision),
@@ -109,9 +109,10 @@ ConfigSection train_section() {
            .range = {.at_least = 1, .at_most = 1e9}},
           {.name = "train.nan_policy",
            .field = BONFIRE_FIELD(train.nan_policy),
-           .help = "What to do if the loss or a gradient is not finite on any rank: `stop` the run, or `skip` the step on "
-                   "all ranks.",
-           .choices = {"stop", "skip"}},
+           .help = "What to do if the loss or a gradient is not finite on any rank: `stop` the run, `skip` the step on all "
+                   "ranks, or `rollback` all ranks to the newest checkpoint and take the steps since then again. A run that "
+                   "fails again without getting further than before is stopped.",
+           .choices = {"stop", "skip", "rollback"}},
           {.name = "train.trace_from",
            .field = BONFIRE_FIELD(train.trace_from),
            .help = "First step to trace.",

@@ -11,6 +11,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/comm/data_groups.h"
 #include "bonfire/train/capturable.h"
 #include "bonfire/train/whole_model.h"
 
@@ -84,7 +85,7 @@ void DeviceSteps::settle() {
 }
 
 std::shared_ptr<StepReading> DeviceSteps::step(WholeModel& model, const std::vector<Batch>& microbatches,
-                                               const Trainee::Pass& pass, const StepOptions& options) {
+                                               const Trainee::StepContext& context, const StepOptions& options) {
   if (!std::exchange(begun_, true)) return nullptr;
   // Numbers are prepared for both that the last step may have come to, and not for more.
   while (!unread_.empty() && (unread_.front()->settled() || unread_.size() > 1)) {
@@ -92,7 +93,7 @@ std::shared_ptr<StepReading> DeviceSteps::step(WholeModel& model, const std::vec
     unread_.pop_front();
   }
   if (!result_.defined()) result_ = at::empty({3}, at::TensorOptions(at::kDouble).device(world_.device()));
-  if (captures_ && !work_) approach_capture(model, microbatches, pass, options);
+  if (captures_ && !work_) approach_capture(model, microbatches, context, options);
   model.optimizer->prepare_on_device(/*unknown=*/!unread_.empty());
   const bool replays = work_ && alike(microbatches, inputs_);
   if (replays) {
@@ -103,7 +104,7 @@ std::shared_ptr<StepReading> DeviceSteps::step(WholeModel& model, const std::vec
     work_->replay();
     for (const auto& flat : model.engine.flats()) flat->values_changed();
   } else {
-    issue(model, microbatches, pass, options);
+    issue(model, microbatches, context, options);
   }
   auto reading = std::make_shared<Reading>(result_, *model.optimizer, replays);
   if (replays)
@@ -112,8 +113,8 @@ std::shared_ptr<StepReading> DeviceSteps::step(WholeModel& model, const std::vec
   return reading;
 }
 
-void DeviceSteps::approach_capture(WholeModel& model, const std::vector<Batch>& microbatches, const Trainee::Pass& pass,
-                                   const StepOptions& options) {
+void DeviceSteps::approach_capture(WholeModel& model, const std::vector<Batch>& microbatches,
+                                   const Trainee::StepContext& context, const StepOptions& options) {
   if (!alike(microbatches, inputs_)) {
     issued_ = 0;
     inputs_.clear();
@@ -125,10 +126,10 @@ void DeviceSteps::approach_capture(WholeModel& model, const std::vector<Batch>& 
   if (issued_++ < steps_before_capture) return;
   // What is captured must not meet what is under way.
   settle();
-  capture(model, pass, options);
+  capture(model, context, options);
 }
 
-void DeviceSteps::capture(WholeModel& model, const Trainee::Pass& pass, const StepOptions& options) {
+void DeviceSteps::capture(WholeModel& model, const Trainee::StepContext& context, const StepOptions& options) {
   model.optimizer->prepare_on_device(/*unknown=*/false);
   auto work = make_captured_work(world_.device());
   calls_ = std::make_unique<CapturedCalls>(*model.model, world_.device());
@@ -138,7 +139,7 @@ void DeviceSteps::capture(WholeModel& model, const Trainee::Pass& pass, const St
   try {
     work->capture([&] {
       model.engine.forget_uses();
-      issue(model, inputs_, pass, options);
+      issue(model, inputs_, context, options);
       calls_->issue();
     });
   } catch (const Error& error) {
@@ -167,18 +168,18 @@ void DeviceSteps::capture(WholeModel& model, const Trainee::Pass& pass, const St
   inputs_.clear();
   const auto words = problem.empty() ? fmt::format("rank {} could not", group.size() - failed)
                                      : fmt::format("in its {}: {}", place_, problem);
-  if (must_) fail("step {} cannot be captured (train.graphs = \"on\"; allowed: auto | off): {}", pass.step, words);
+  if (must_) fail("step {} cannot be captured (train.graphs = \"on\"; allowed: auto | off): {}", context.step, words);
   if (!problem.empty())
-    world_.log().warning("step {} cannot be captured, and steps go on without (train.graphs = \"auto\"): {}", pass.step,
-                         words);
+    world_.log().warning("step {} cannot be captured; training continues without graphs (train.graphs = \"auto\"): {}",
+                         context.step, words);
 }
 
-void DeviceSteps::issue(WholeModel& model, const std::vector<Batch>& microbatches, const Trainee::Pass& pass,
+void DeviceSteps::issue(WholeModel& model, const std::vector<Batch>& microbatches, const Trainee::StepContext& context,
                         const StepOptions& options) {
   place_ = "forward and backward";
-  const auto own = model.passes(microbatches, pass);
+  const auto own = model.passes(microbatches, context);
   auto sum = own.clone();
-  mesh_.group(Axis::data).all_reduce(sum).wait();
+  DataGroups::of_stage(mesh_).all.all_reduce(sum).wait();
   place_ = "update";
   const auto norm = model.optimizer->step_on_device(options, sum);
   result_.narrow(0, 0, 1).copy_(own);

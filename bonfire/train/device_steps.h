@@ -27,18 +27,18 @@ class DeviceSteps {
   ~DeviceSteps();
 
   // Nothing where this step must be taken in parts: the first. Collective.
-  std::shared_ptr<StepReading> step(WholeModel& model, const std::vector<Batch>& microbatches, const Trainee::Pass& pass,
-                                    const StepOptions& options);
+  std::shared_ptr<StepReading> step(WholeModel& model, const std::vector<Batch>& microbatches,
+                                    const Trainee::StepContext& context, const StepOptions& options);
   // The host knows what all steps have come to.
   void settle();
 
  private:
   class Reading;
   // Makes ready for another step of these shapes, and captures it where that is due.
-  void approach_capture(WholeModel& model, const std::vector<Batch>& microbatches, const Trainee::Pass& pass,
+  void approach_capture(WholeModel& model, const std::vector<Batch>& microbatches, const Trainee::StepContext& context,
                         const StepOptions& options);
-  void capture(WholeModel& model, const Trainee::Pass& pass, const StepOptions& options);
-  void issue(WholeModel& model, const std::vector<Batch>& microbatches, const Trainee::Pass& pass,
+  void capture(WholeModel& model, const Trainee::StepContext& context, const StepOptions& options);
+  void issue(WholeModel& model, const std::vector<Batch>& microbatches, const Trainee::StepContext& context,
              const StepOptions& options);
 
   World world_;

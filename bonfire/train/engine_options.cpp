@@ -4,6 +4,7 @@
 #include <variant>
 
 #include "bonfire/models/precision.h"
+#include "bonfire/nn/host_inputs.h"
 #include "bonfire/shard/share.h"
 #include "bonfire/train/predict.h"
 #include "bonfire/train/selection.h"
@@ -47,7 +48,7 @@ std::vector<ParameterRule> rules_of(const Config& config) {
 
 }  // namespace
 
-ShardOptions engine_options(const Config& config, const Log& log) {
+ShardOptions engine_options(const Config& config, const Log& log, int tensor_rank) {
   // The same numbers as the prediction's.
   const auto layout = data_parallel_of(config);
   ShardOptions options{.what = layout.what,
@@ -61,8 +62,9 @@ ShardOptions engine_options(const Config& config, const Log& log) {
                        .negotiate_order = config.layout.negotiate_order,
                        .debug = config.run.debug_parameters,
                        .log = log};
-  options.reshard_after_forward = layout.reshard_ranks > 0 ? ReshardAfterForward(layout.reshard_ranks)
-                                                           : ReshardAfterForward(layout.reshard_after_forward);
+  if (config.layout.pipeline == 1 || gathers_units(config))
+    options.reshard_after_forward = layout.reshard_ranks > 0 ? ReshardAfterForward(layout.reshard_ranks)
+                                                             : ReshardAfterForward(layout.reshard_after_forward);
   auto& precision = options.precision;
   if (layout.compute != layout.master) precision.parameters = scalar_type(layout.compute);
   if (layout.gradient != layout.master) precision.gradients = scalar_type(layout.gradient);
@@ -77,7 +79,26 @@ ShardOptions engine_options(const Config& config, const Log& log) {
     precision.buffers = scalar_type(plan::dtype_of(type));
   precision.scaled_loss = config.train.precision == "fp16";
   options.wrapping = wrapping_of(config);
+  if (auto placements = placements_of(config, tensor_rank))
+    options.placement = [placements = std::move(placements)](const std::string& name, const at::Tensor&) {
+      return placements(name);
+    };
   return options;
+}
+
+BuildOptions build_options(const Config& config, const World& world, const Mesh& mesh) {
+  return {.seed = static_cast<std::uint64_t>(config.train.seed),
+          .device = world.device(),
+          .tensor = {.group = mesh.group(Axis::tensor),
+                     .sequence = tensor_part_of(config).sequence,
+                     .chunks = tensor_part_of(config).chunks},
+          .context = {.group = mesh.group(Axis::context),
+                      .way = config.layout.context_attention == "heads" ? ContextWay::heads : ContextWay::ring},
+          .host_inputs = config.layout.recompute_offload ? std::make_shared<HostInputs>() : nullptr};
+}
+
+bool has_faulty_loss(const Config& config, const World& world) {
+  return config.fault.nan_rank / config.layout.tensor == world.rank() / config.layout.tensor;
 }
 
 void prepare_blocks(Model& model, const Config& config) {
@@ -88,10 +109,10 @@ void prepare_blocks(Model& model, const Config& config) {
                   .scales = train.fp8_scales == "row" ? Fp8Scales::row : Fp8Scales::tensor});
 }
 
-std::unique_ptr<Optimizer> make_optimizer(Engine& engine, const Config& config) {
+std::unique_ptr<Optimizer> make_optimizer(Shares& shares, const Config& config) {
   const auto& o = config.optimizer;
   if (o.type == "sgd") {
-    return std::make_unique<Sgd>(engine, SgdOptions{.lr = o.lr,
+    return std::make_unique<Sgd>(shares, SgdOptions{.lr = o.lr,
                                                     .momentum = o.momentum,
                                                     .weight_decay = o.weight_decay,
                                                     .nesterov = o.nesterov,
@@ -106,8 +127,8 @@ std::unique_ptr<Optimizer> make_optimizer(Engine& engine, const Config& config) 
                             .amsgrad = o.amsgrad,
                             .maximize = o.maximize,
                             .rules = rules_of(config)};
-  if (o.type == "adam") return std::make_unique<Adam>(engine, options);
-  return std::make_unique<AdamW>(engine, options);
+  if (o.type == "adam") return std::make_unique<Adam>(shares, options);
+  return std::make_unique<AdamW>(shares, options);
 }
 
 }  // namespace bonfire

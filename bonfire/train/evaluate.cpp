@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include "bonfire/comm/progress.h"
@@ -21,6 +22,10 @@ at::Tensor one_sample(const SampleField& field) {
 Batch first_sample(const Source& source) {
   Batch batch{one_sample(source.input()), one_sample(source.target()), {0}};
   source.read(0, batch.input.data_ptr(), batch.target.data_ptr());
+  if (source.separates_documents()) {
+    batch.documents = at::empty_like(batch.input);
+    source.document_starts(0, {batch.documents.data_ptr<std::int64_t>(), static_cast<std::size_t>(batch.documents.numel())});
+  }
   return batch;
 }
 
@@ -53,7 +58,7 @@ double evaluate(Run& run) {
     if (counted < rounds) own.resize(rounds, first_sample(*run.data.held_out));
     sums += run.trainee->evaluate(own, counted);
   }
-  run.mesh.group(Axis::data).all_reduce(sums).wait();
+  run.groups.all.all_reduce(sums).wait();
   return sums[0].item<double>() / sums[1].item<double>();
 }
 

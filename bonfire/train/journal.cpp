@@ -42,8 +42,14 @@ std::string describe_run(const Run& run) {
 
 }  // namespace
 
-Journal::Journal(const Run& run, const TrainOptions& options)
-    : run_(run), folder_(options.folder), step_start_(now_ns()), disk_(run.config, run.world.log()) {
+Journal::Journal(const Run& run, const TrainOptions& options, std::int64_t first_step)
+    : run_(run),
+      folder_(options.folder),
+      first_step_(first_step),
+      written_from_(first_step),
+      step_start_(now_ns()),
+      disk_(run.config, run.world.log()) {
+  metrics_.step = first_step - 1;
   if (run.world.rank() != 0) return;
   const auto config = folder_ / "config.toml";
   disk_.attempt(config, [&] { write_file(config, to_toml(run.config)); });
@@ -55,9 +61,9 @@ Journal::Journal(const Run& run, const TrainOptions& options)
   }
 }
 
-void Journal::end_step(StepMetrics metrics, bool skipped) {
+void Journal::end_step(StepMetrics metrics, std::optional<double> taken) {
   const Nanoseconds now = now_ns();
-  const double seconds = static_cast<double>(now - step_start_) * 1e-9;
+  const double seconds = taken.value_or(static_cast<double>(now - step_start_) * 1e-9);
   step_start_ = now;
   step_seconds_.push_back(seconds);
   auto& board = *run_.world.progress();
@@ -65,12 +71,10 @@ void Journal::end_step(StepMetrics metrics, bool skipped) {
   const Progress progress = board.snapshot();
   if (step_seconds_.size() > 1) waited_seconds_ += std::clamp(progress.step_seconds - progress.own_seconds, 0.0, seconds);
 
-  const auto skipped_before = metrics_.skipped;
   metrics_ = metrics;
-  metrics_.skipped = skipped_before + (skipped ? 1 : 0);
   metrics_.tokens_per_second = static_cast<double>(run_.config.train.batch * run_.data.tokens_per_sample) / seconds;
   metrics_.memory_bytes = run_.memory.peak();
-  if (metrics.step == 1) loss_first_ = metrics.loss;
+  if (metrics.step == first_step_) loss_first_ = metrics.loss;
 }
 
 void Journal::add_evaluation(double loss) {
@@ -82,7 +86,7 @@ void Journal::write_metrics() {
   const auto path = folder_ / "metrics.jsonl";
   // Opened here, so that a file that could not be made is tried again.
   disk_.attempt(path, [&] {
-    if (!file_) file_ = std::make_unique<MetricsFile>(path);
+    if (!file_) file_ = std::make_unique<MetricsFile>(path, written_from_);
     file_->write(metrics_);
   });
 }
@@ -109,28 +113,45 @@ void Journal::write_step() {
   if (progress_) progress_->step_done(metrics_);
 }
 
-TrainReport Journal::finish() {
+void Journal::go_back(std::int64_t step) {
+  file_.reset();
+  written_from_ = step + 1;
+  step_start_ = now_ns();
+}
+
+TrainReport Journal::finish(const std::string& checkpoint) {
   progress_.reset();
   const auto& group = run_.world.group();
   const auto seconds = settled(step_seconds_, steps_to_settle(run_.config, run_.world.device()));
-  const double step_seconds = group.max(median(seconds));
   const double total = std::accumulate(seconds.begin(), seconds.end(), 0.0);
+  // Where steps overlap, replicas have some that take time and others that take none.
+  const auto overlap = run_.trainee->overlap();
+  const double step_seconds =
+      group.max(overlap && !seconds.empty() ? total / static_cast<double>(seconds.size()) : median(seconds));
   const auto tokens = static_cast<double>(run_.config.train.batch * run_.data.tokens_per_sample);
   TrainReport report{.name = run_.config.run.name,
                      .what = describe_run(run_),
                      .run_folder = folder_.string(),
                      .steps = metrics_.step,
                      .skipped = metrics_.skipped,
+                     .checkpoint = checkpoint,
+                     .resumed_after = first_step_ - 1,
                      .loss_first = loss_first_,
                      .loss_last = metrics_.loss,
                      .entropy_floor = run_.data.entropy,
                      .eval_loss = eval_loss_,
-                     .tokens_per_second = tokens / step_seconds,
+                     .tokens_per_second = step_seconds > 0 ? tokens / step_seconds : 0,
                      .step_ms = 1e3 * step_seconds,
                      .peak_memory_bytes = static_cast<std::int64_t>(group.max(static_cast<double>(run_.memory.peak()))),
                      .predicted_memory_bytes = predict_memory(run_.config).total()};
+  if (overlap) {
+    report.staleness = overlap->staleness;
+    report.stash = overlap->stash;
+    report.drains = overlap->drains;
+    report.drain_seconds = group.max(overlap->drain_seconds);
+  }
   // On a GPU it is the stream that waits, not the host: what is counted there says nothing.
-  if (run_.world.device().is_cpu()) report.exposed_communication = group.max(waited_seconds_ / total);
+  if (run_.world.device().is_cpu()) report.exposed_communication = group.max(total > 0 ? waited_seconds_ / total : 0);
   if (!run_.world.device().is_cpu()) {
     const GpuInfo gpu = gpu_info(run_.world.device().index());
     // Ranks that share a GPU share its peak.

@@ -18,6 +18,9 @@ struct TrainOptions {
   std::filesystem::path folder;                     // the run folder, which exists; the same on all ranks
   std::optional<ProgressLine::Options> progress{};  // what rank 0 shows of the steps; nothing: no words
   StopVote* stop = nullptr;                         // by which the run may end before its last step; null: it cannot
+  bool resume = false;               // goes on from the newest checkpoint in the folder, where there is one; else:
+  std::filesystem::path begin_with;  // begins with this checkpoint; empty: afresh
+  bool is_measurement = false;       // of whose weights nobody asks where they are
 };
 
 // Trains as `config` says and leaves metrics, events and, where asked, a trace in the folder.

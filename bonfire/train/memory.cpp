@@ -61,7 +61,7 @@ class CountingAllocator final : public c10::Allocator {
   static constexpr std::size_t header = 64;  // keeps torch's alignment
 
   [[noreturn]] static void refuse(std::int64_t bytes) {
-    throw MemoryRefused(fmt::format("{} beside the {} that are held would pass the cap of {}", format_bytes(bytes),
+    throw MemoryRefused(fmt::format("allocating {} on top of {} in use would exceed the limit of {}", format_bytes(bytes),
                                     format_bytes(now_.load() - base_.load()), format_bytes(most_.load() - base_.load())));
   }
 

@@ -1,8 +1,12 @@
 #include "bonfire/train/predict.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
 #include "bonfire/comm/device.h"
 #include "bonfire/kernels/gemm.h"
+#include "bonfire/pipeline/pipedream_row.h"
 #include "bonfire/plan/pipeline.h"
+#include "bonfire/train/pipedream_model.h"
 #include "bonfire/train/selection.h"
 #include "bonfire/train/staged_model.h"
 
@@ -23,12 +27,22 @@ int optimizer_states(const Config::Optimizer& optimizer) {
 // What cuBLAS has for a stream, and what the product that runs may have: 32 MiB each, as cuBLAS asks for on Hopper.
 constexpr std::int64_t gpu_workspaces = std::int64_t{64} << 20;
 
-std::int64_t tokens_per_sample(const Config& config) { return config.reads_tokens() ? config.data.sequence : 1; }
+// What torch itself asks before it lets oneDNN convolve in two bytes: not every CPU can.
+bool library_convolves(plan::Dtype dtype) {
+  if (dtype == plan::Dtype::fp32) return true;
+  const char* question =
+      dtype == plan::Dtype::bf16 ? "mkldnn::_is_mkldnn_bf16_supported" : "mkldnn::_is_mkldnn_fp16_supported";
+  return c10::Dispatcher::singleton().findSchemaOrThrow(question, "").typed<bool()>().call();
+}
 
-// Input and target of one sample.
+std::int64_t tokens_per_sample(const Config& config) { return config.reads_tokens() ? config.data.sequence : 1; }
+// What a rank has of it.
+std::int64_t own_tokens_per_sample(const Config& config) { return tokens_per_sample(config) / config.layout.context; }
+
+// Input and target of one sample, and where its documents begin.
 std::int64_t sample_bytes(const Config& config) {
   const auto& spec = config.model.spec;
-  if (config.reads_tokens()) return 2 * 8 * config.data.sequence;
+  if (config.reads_tokens()) return (config.data.documents == "separate" ? 3 : 2) * 8 * config.data.sequence;
   return 8 + 4 * (config.model.type == "vgg" ? spec.channels * spec.image * spec.image : spec.inputs);
 }
 
@@ -47,11 +61,13 @@ plan::DataParallel data_parallel_of(const Config& config) {
   if (reduction != gradient && compression == plan::Compression::none)
     compression = reduction == plan::Dtype::bf16 ? plan::Compression::bf16 : plan::Compression::fp16;
   const auto* reshard_ranks = std::get_if<std::int64_t>(&layout.reshard_after_forward);
-  return {.replicate = static_cast<int>(layout.replicate),
+  return {.replicate = static_cast<int>(layout.replicate * layout.context),
           .shard = static_cast<int>(layout.shard),
           .what = layout.shard == 1 ? plan::Sharded::none : plan::sharded_of(layout.sharded),
           .accumulation = layout.accumulation == "full" ? plan::Accumulation::full : plan::Accumulation::sharded,
           .microbatches = static_cast<int>(train.batch / config.data_ranks() / train.microbatch),
+          .tokens = train.microbatch * own_tokens_per_sample(config),
+          .samples = train.microbatch,
           .reshard_after_forward = reshard_ranks || std::get<bool>(layout.reshard_after_forward),
           .reshard_ranks = reshard_ranks ? static_cast<int>(*reshard_ranks) : 0,
           .prefetch = static_cast<int>(layout.prefetch),
@@ -69,19 +85,42 @@ plan::DataParallel data_parallel_of(const Config& config) {
           .compression = compression,
           .powersgd_rank = static_cast<int>(layout.powersgd_rank),
           // The step always asks for the norm: it is a column of the metrics, and tells what is not finite.
-          .clip = true};
+          .clip = true,
+          .context = {.ranks = static_cast<int>(layout.context),
+                      .way = layout.context_attention == "heads" ? plan::ContextWay::heads : plan::ContextWay::ring,
+                      .documents = config.data.documents == "separate"}};
+}
+
+plan::Served served_of(const Config& config) {
+  return {.workers = static_cast<int>(config.data_ranks()),
+          .servers = static_cast<int>(config.layout.server),
+          .gradient = plan::dtype_of(config.train.gradient_precision),
+          .compression = compression_of(config.layout.compression),
+          .optimizer_states = optimizer_states(config.optimizer)};
+}
+
+plan::DataParallel served_worker_of(const Config& config) {
+  auto worker = data_parallel_of(config);
+  worker.replicate = worker.shard = 1;
+  worker.compression = plan::Compression::none;
+  worker.buckets.one_per_group = true;
+  return worker;
 }
 
 plan::MemoryOptions memory_options_of(const Config& config) {
   const bool on_host = config.run.device == "cpu" || (config.run.device == "auto" && !gpu_available());
   return {.optimizer_states = optimizer_states(config.optimizer),
-          .tokens = config.train.microbatch * tokens_per_sample(config),
+          .tokens = config.train.microbatch * own_tokens_per_sample(config),
           // The step in use and the two that the loader reads ahead.
           .data_bytes = 3 * config.train.batch / config.data_ranks() * sample_bytes(config),
           .on_host = on_host,
           .own_attention = cpu::prefers_own_gemm(),
+          .narrow_convolutions = library_convolves(data_parallel_of(config).compute),
           .workspace_bytes = on_host ? 0 : gpu_workspaces,
+          .copies_to_save =
+              config.checkpoint.asynchronous && config.checkpoint.every > 0 && config.checkpoint.every < config.train.steps,
           .learns_order = !config.layout.negotiate_order,
+          .inputs_on_host = config.layout.recompute_offload && !on_host,
           // A Unit that is being built does not know its name.
           .built_whole = !config.layout.ignore.empty()};
 }
@@ -90,16 +129,46 @@ namespace {
 
 plan::PipelineLayout pipeline_of(const Config& config) {
   plan::PipelineLayout layout{
-      .table = table_of(config), .tokens = tokens_per_sample(config), .data = data_parallel_of(config)};
+      .table = table_of(config), .tokens = own_tokens_per_sample(config), .data = data_parallel_of(config)};
   for (const auto& range : stages_of(config, layout.table.stages)) layout.stages.push_back({range.begin, range.end});
   layout.samples.assign(static_cast<std::size_t>(layout.table.microbatches), config.train.microbatch);
+  layout.gathers_units = gathers_units(config);
   return layout;
+}
+
+// A rank of each stage in a full pipeline, with the versions that it keeps.
+plan::Memory predict_pipedream(const Config& config, const plan::MemoryOptions& options) {
+  const auto robin = robin_of(config);
+  plan::PipelineLayout layout{
+      .table = pipedream_table(robin), .tokens = tokens_per_sample(config), .data = data_parallel_of(config)};
+  for (const auto& range : stages_of(config, layout.table.stages)) layout.stages.push_back({range.begin, range.end});
+  layout.samples.assign(static_cast<std::size_t>(layout.table.microbatches), config.train.microbatch);
+  layout.sent_window = PipeDreamRow(robin, 0, 1).window();
+  plan::Memory most;
+  for (int stage = 0; stage < layout.table.stages; ++stage) {
+    layout.data.replicate = robin.replicas[static_cast<std::size_t>(stage)];
+    auto memory = plan::memory_of(model_of(config), layout, options, robin.first_rank(stage));
+    int versions = schedule::most_versions(robin, stage);
+    if (!config.layout.stash) versions = std::min(versions, 2);
+    if (versions > 1) {
+      if (memory.state.masters == 0) memory.state.masters = memory.state.parameters;
+      memory.state.parameters *= versions;
+    }
+    if (memory.total() > most.total()) most = memory;
+  }
+  return most;
 }
 
 }  // namespace
 
 plan::Memory predict_memory(const Config& config) {
-  const auto options = memory_options_of(config);
+  auto options = memory_options_of(config);
+  if (runs_pipedream(config)) return predict_pipedream(config, options);
+  if (config.layout.server > 0) {
+    options.optimizer_states = 0;
+    options.copies_to_save = false;
+    return plan::memory_of(wrapped_model_of(config), served_worker_of(config), options);
+  }
   if (config.layout.pipeline == 1) return plan::memory_of(wrapped_model_of(config), data_parallel_of(config), options);
   return plan::memory_of(model_of(config), pipeline_of(config), options);
 }

@@ -7,12 +7,16 @@
 #include "bonfire/base/api.h"
 #include "bonfire/plan/layout.h"
 #include "bonfire/plan/memory.h"
+#include "bonfire/plan/server.h"
 #include "bonfire/train/config.h"
 
 namespace bonfire {
 
 // The data-parallel part of the layout in plan's words. REQUIRES: config is resolved.
 BONFIRE_API plan::DataParallel data_parallel_of(const Config& config);
+// With parameter servers: what plan knows of them, and one of their workers as layout arithmetic sees it, a rank alone.
+BONFIRE_API plan::Served served_of(const Config& config);
+BONFIRE_API plan::DataParallel served_worker_of(const Config& config);
 // What else the memory of a rank depends on.
 BONFIRE_API plan::MemoryOptions memory_options_of(const Config& config);
 

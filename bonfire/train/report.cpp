@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
 #include "bonfire/base/size.h"
@@ -29,11 +30,20 @@ std::string to_json(const TrainReport& report) {
       {"peak_memory_bytes", report.peak_memory_bytes},
       {"predicted_memory_bytes", report.predicted_memory_bytes},
       {"exposed_communication", report.exposed_communication ? number(*report.exposed_communication) : nlohmann::json()}};
+  if (report.resumed_after > 0) json["resumed_after"] = report.resumed_after;
   if (!report.run_folder.empty()) json["run_folder"] = report.run_folder;
   if (report.entropy_floor) json["entropy_floor"] = *report.entropy_floor;
   if (report.eval_loss) json["eval_loss"] = number(*report.eval_loss);
   if (report.stopped) json["stopped"] = true;
+  if (!report.checkpoint.empty()) json["checkpoint"] = report.checkpoint;
   if (report.mfu) json["mfu"] = *report.mfu;
+  if (!report.staleness.empty()) {
+    json["staleness"] = report.staleness;
+    json["stash"] = report.stash;
+    json["drains"] = report.drains;
+    json["drain_seconds"] = report.drain_seconds;
+  }
+  if (!report.server.empty()) json["server"] = report.server;
   return json.dump();
 }
 
@@ -44,8 +54,11 @@ std::string summary(const TrainReport& report) {
   const auto steps = [](std::int64_t count) {
     return fmt::format("{} {}", format_count(count), count == 1 ? "step" : "steps");
   };
+  const std::string first = report.resumed_after == 0 ? std::string("the first step")
+                                                      : fmt::format("step {}, the first since it was resumed",
+                                                                    format_count(report.resumed_after + 1));
   std::string loss =
-      fmt::format("{:.4f} at first, {:.4f} after {}", report.loss_first, report.loss_last, steps(report.steps));
+      fmt::format("{:.4f} in {}, {:.4f} after {}", report.loss_first, first, report.loss_last, steps(report.steps));
   if (report.entropy_floor) {
     loss += fmt::format("; the data's entropy is {:.4f}, so it is {} above the floor", *report.entropy_floor,
                         per_cent(report.loss_last / *report.entropy_floor - 1));
@@ -53,6 +66,14 @@ std::string summary(const TrainReport& report) {
   line("loss", loss);
   if (report.eval_loss) line("held out", fmt::format("{:.4f}", *report.eval_loss));
   if (report.skipped) line("skipped", steps(report.skipped) + " without an update");
+
+  if (!report.staleness.empty()) {
+    line("stale", fmt::format("gradients were made with weights at most {} updates old, by stage{}",
+                              fmt::join(report.staleness, ", "),
+                              report.stash ? "" : "; layout.stash = false: they are not the gradients of any weights"));
+    line("drains", fmt::format("{}, {} in all", report.drains, format_seconds(report.drain_seconds)));
+  }
+  for (const auto& words : report.server) line("server", words);
 
   std::string speed = fmt::format("{} tokens/s, {} a step (median)", format_count(std::llround(report.tokens_per_second)),
                                   format_seconds(report.step_ms * 1e-3));
@@ -67,7 +88,7 @@ std::string summary(const TrainReport& report) {
                              off < 0 ? "" : "+", per_cent(off)));
   if (!report.run_folder.empty()) {
     line("folder", report.run_folder);
-    line("weights", weights_kept);
+    line("weights", report.checkpoint.empty() ? "not kept: checkpoint.every = 0" : report.checkpoint);
   }
   return out;
 }

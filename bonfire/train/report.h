@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bonfire/base/api.h"
 #include "bonfire/train/config.h"
@@ -14,10 +15,12 @@ struct TrainReport {
   std::string name;  // of the run
   std::string what;  // "llama, 1,234,567 parameters, 2 ranks on cpu, fp32"
   std::string run_folder;
-  std::int64_t steps = 0;    // done
-  std::int64_t skipped = 0;  // of them, without an update
-  bool stopped = false;      // on request, before the last step
-  double loss_first = 0;
+  std::int64_t steps = 0;          // done
+  std::int64_t skipped = 0;        // of them, without an update
+  bool stopped = false;            // on request, before the last step
+  std::string checkpoint{};        // the last one, with the weights; empty: there is none
+  std::int64_t resumed_after = 0;  // the step that the run went on from; 0: it began with the first
+  double loss_first = 0;           // of the first step since then
   double loss_last = 0;
   std::optional<double> entropy_floor{};
   std::optional<double> eval_loss{};   // the last evaluation's
@@ -27,11 +30,15 @@ struct TrainReport {
   std::int64_t predicted_memory_bytes = 0;
   // Share of the steps in which the slowest rank waited for others. Nothing on GPUs, where the host does not wait.
   std::optional<double> exposed_communication{};
-  std::optional<double> mfu{};  // share of the GPU's peak that the model's own work is
+  // Where steps overlap: how often the pipeline ran empty, how long the slowest rank was at that, and the most updates
+  // between the weights of a gradient and those that it changed, by stage.
+  std::vector<int> staleness{};
+  bool stash = true;
+  std::int64_t drains = 0;
+  double drain_seconds = 0;
+  std::vector<std::string> server{};  // of a parameter server: what there is to say of its updates
+  std::optional<double> mfu{};        // share of the GPU's peak that the model's own work is
 };
-
-// Whether and where a run keeps the weights that it trains.
-inline constexpr const char* weights_kept = "not kept: this version writes no checkpoints";
 
 BONFIRE_API std::string to_json(const TrainReport& report);
 // A few lines for people.

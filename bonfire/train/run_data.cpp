@@ -25,8 +25,13 @@ RunData open_checked(const Config& config, TokenCheck check, const Log& log) {
   const bool tokens = data.type == "tokens";
   try {
     if (tokens) {
-      source = std::make_shared<TokenFiles>(TokenFilesOptions{
-          .paths = data.paths, .vocab = spec.vocab, .sequence = data.sequence, .check = check, .log = log});
+      source = std::make_shared<TokenFiles>(TokenFilesOptions{.paths = data.paths,
+                                                              .vocab = spec.vocab,
+                                                              .sequence = data.sequence,
+                                                              .separate_documents = data.documents == "separate",
+                                                              .end_of_document = data.end_of_document,
+                                                              .check = check,
+                                                              .log = log});
     } else if (config.reads_tokens()) {
       const auto chain = std::make_shared<MarkovSource>(MarkovOptions{.seed = static_cast<std::uint64_t>(data.seed),
                                                                       .vocab = spec.vocab,

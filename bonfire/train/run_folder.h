@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <optional>
 
 #include "bonfire/base/api.h"
 #include "bonfire/train/config.h"
@@ -10,5 +11,12 @@ namespace bonfire {
 // Makes `folder/name`, or `folder/name-2`, `-3`, ... where it exists, and points the link `folder/name-latest` to it. Two
 // runs that start together get two folders. Throws ConfigError where it cannot be made.
 BONFIRE_API std::filesystem::path make_run_folder(const Config& config);
+
+// The newest of this name; nothing where there is none.
+BONFIRE_API std::optional<std::filesystem::path> latest_run_folder(const Config& config);
+
+// Undoes that, for a run that could not be started: the folder and what is in it goes, and the link, where it points there,
+// points to the run before again.
+BONFIRE_API void discard_run_folder(const Config& config, const std::filesystem::path& folder);
 
 }  // namespace bonfire

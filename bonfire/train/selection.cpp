@@ -7,24 +7,15 @@
 #include <fmt/ranges.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/base/name_pattern.h"
 #include "bonfire/base/toml.h"
 #include "bonfire/plan/activation_bytes.h"
-#include "bonfire/plan/course.h"
+#include "bonfire/plan/adapters.h"
 #include "bonfire/plan/dtype.h"
+#include "bonfire/plan/step_events.h"
 
 namespace bonfire {
 namespace {
-
-// One part of a name, between dots, against one of a pattern.
-bool fits(std::string_view pattern, std::string_view part) {
-  const auto star = pattern.find('*');
-  if (star == std::string_view::npos) return pattern == part;
-  if (part.substr(0, star) != pattern.substr(0, star) || part.size() < star) return false;
-  const auto rest = pattern.substr(star + 1);
-  for (std::size_t at = star; at <= part.size(); ++at)
-    if (fits(rest, part.substr(at))) return true;
-  return false;
-}
 
 // Words that stand for many names.
 constexpr const char* norms = "norms";
@@ -95,7 +86,7 @@ void require_groups(const Config& config) {
     require_names(config, "optimizer.group", group.match, {norms, biases, embeddings});
     if (group.lr && *group.lr > 0 && config.optimizer.lr == 0)
       fail_key(config, "optimizer.group",
-               "a group's lr follows the course of optimizer.lr, which is 0; allowed with it: no lr in a group");
+               "a group's lr is scaled with optimizer.lr, which is 0; allowed with it: no lr in a group");
   }
 }
 
@@ -161,20 +152,16 @@ bool is_wrapped(const plan::UnitDescription& unit, const Config::Layout& layout)
 
 }  // namespace
 
-bool names_parameter(std::string_view pattern, std::string_view name) {
-  while (true) {
-    const auto end = pattern.find('.'), stop = name.find('.');
-    if (!fits(pattern.substr(0, end), name.substr(0, stop))) return false;
-    if (end == std::string_view::npos) return true;
-    if (stop == std::string_view::npos) return false;
-    pattern.remove_prefix(end + 1);
-    name.remove_prefix(stop + 1);
-  }
-}
+bool names_parameter(std::string_view pattern, std::string_view name) { return begins_with_parts(pattern, name); }
 
 plan::Kept kept_of(const Config& config) {
   const auto& word = config.train.keep_for_backward;
   return word == "all" ? plan::Kept::all : word == "activations" ? plan::Kept::activations : plan::Kept::least;
+}
+
+plan::Recompute recompute_of(const Config& config) {
+  const auto& word = config.layout.recompute;
+  return word == "full" ? plan::Recompute::full : word == "selective" ? plan::Recompute::selective : plan::Recompute::none;
 }
 
 namespace {
@@ -189,8 +176,34 @@ plan::KeptAs kept_as(const Config& config) {
 
 }  // namespace
 
-plan::ModelDescription model_of(const Config& config) {
-  auto model = plan::describe(config.model.spec);
+plan::TensorPart tensor_part_of(const Config& config, std::optional<int> rank) {
+  const int ranks = static_cast<int>(config.layout.tensor);
+  return {.rank = rank.value_or(ranks - 1),
+          .ranks = ranks,
+          .sequence = ranks > 1 && config.layout.sequence_parallel,
+          .chunks = static_cast<int>(config.layout.tensor_chunks)};
+}
+
+std::function<plan::Placement(const std::string& name)> placements_of(const Config& config, int tensor_rank) {
+  const auto part = tensor_part_of(config, tensor_rank);
+  if (part.ranks == 1) return {};
+  const auto model = plan::describe(config.model.spec, part);
+  std::map<std::string, plan::Placement> placements;
+  for (const auto& unit : model.units)
+    for (const auto& parameter : unit.parameters) {
+      if (parameter.boxes.empty()) continue;
+      const auto placement = plan::placement_in(model, parameter);
+      placements.insert({parameter.name, placement});
+      placements.insert({full_name(unit, parameter), placement});
+    }
+  return [placements = std::move(placements)](const std::string& name) {
+    const auto found = placements.find(name);
+    return found == placements.end() ? plan::Placement{} : found->second;
+  };
+}
+
+plan::ModelDescription model_of(const Config& config, std::optional<int> tensor_rank) {
+  auto model = plan::describe(config.model.spec, tensor_part_of(config, tensor_rank));
   const auto& frozen = config.train.freeze;
   for (auto& unit : model.units)
     for (auto& parameter : unit.parameters)
@@ -198,11 +211,12 @@ plan::ModelDescription model_of(const Config& config) {
           std::any_of(frozen.begin(), frozen.end(), [&](const auto& one) { return is_named(one, unit, parameter); }))
         parameter.trained = false;
   plan::keep_for_backward(model, kept_of(config), kept_as(config));
+  plan::recompute(model, recompute_of(config), config.layout.recompute_every);
   return model;
 }
 
-plan::ModelDescription wrapped_model_of(const Config& config) {
-  auto model = model_of(config);
+plan::ModelDescription wrapped_model_of(const Config& config, std::optional<int> tensor_rank) {
+  auto model = model_of(config, tensor_rank);
   for (auto& unit : model.units) {
     std::erase_if(unit.parameters, [&](const plan::ParameterDescription& parameter) {
       const bool ignored = is_ignored(config, unit, parameter);
@@ -243,7 +257,7 @@ std::function<std::int64_t(const std::string& name, const std::vector<std::int64
   std::set<std::string> weights;
   for (const auto& unit : plan::describe(config.model.spec).units)
     for (const auto& parameter : unit.parameters)
-      if (unit.kind == plan::UnitKind::block && parameter.shape.size() == 2)
+      if (unit.kind == plan::UnitKind::block && parameter.shape.size() == 2 && !plan::is_adapter(parameter.name))
         weights.insert({parameter.name, full_name(unit, parameter)});
   const bool rows = config.train.fp8_scales == "row";
   return [weights = std::move(weights), rows](const std::string& name, const std::vector<std::int64_t>& shape) {
@@ -277,6 +291,7 @@ void check_selections(const Config& config) {
   const auto model = model_of(config);
   require_names(config, "train.freeze", config.train.freeze);
   require_names(config, "layout.ignore", config.layout.ignore);
+  require_names(config, "checkpoint.weights_of", config.checkpoint.weights_of);
   require_groups(config);
   if (!config.layout.ignore.empty() && config.train.precision != "fp32")
     fail_key(config, "layout.ignore",

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -21,17 +22,27 @@ BONFIRE_API bool names_parameter(std::string_view pattern, std::string_view name
 
 // train.keep_for_backward.
 BONFIRE_API plan::Kept kept_of(const Config& config);
+// layout.recompute.
+BONFIRE_API plan::Recompute recompute_of(const Config& config);
 
-// The model, with what train.freeze and layout.ignore leave untrained and train.keep_for_backward keeps.
-BONFIRE_API plan::ModelDescription model_of(const Config& config);
+// Of so many ranks along the tensor axis, which one; by default the last, which never has less than another.
+BONFIRE_API plan::TensorPart tensor_part_of(const Config& config, std::optional<int> rank = std::nullopt);
+
+// The model, or a rank's part of it, with what train.freeze and layout.ignore leave untrained what train.keep_for_backward
+// keeps and layout.recompute makes again.
+BONFIRE_API plan::ModelDescription model_of(const Config& config, std::optional<int> tensor_rank = std::nullopt);
 
 // The same as layout.wrap and layout.wrap_types cut it: what does not stay together in a buffer of its own belongs to the
 // root, and what layout.ignore names is no parameter any more, only bytes. For arithmetic, not for building.
-BONFIRE_API plan::ModelDescription wrapped_model_of(const Config& config);
+BONFIRE_API plan::ModelDescription wrapped_model_of(const Config& config, std::optional<int> tensor_rank = std::nullopt);
 
 // Whether forward reads a parameter in fp32 whatever train.precision says (train.keep_fp32); null where it reads none so.
 // The name is that in the model, or only that inside its Unit.
 BONFIRE_API std::function<bool(const std::string& name)> kept_in_fp32(const Config& config);
+
+// Where a parameter lies in the whole model, for ranks that split the layers; null where none do. The name is that in the
+// model, or only that inside its Unit.
+BONFIRE_API std::function<plan::Placement(const std::string& name)> placements_of(const Config& config, int tensor_rank);
 
 // How many scales go with a weight of this name and shape that is kept and gathered in eight bits: with train.precision =
 // "fp8", what the products of the blocks read. Null where nothing is: offloaded parameters and convolutional models have

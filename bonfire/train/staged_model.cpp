@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <limits>
-#include <map>
 #include <optional>
 
 #include <ATen/core/grad_mode.h>
@@ -15,6 +14,7 @@
 #include "bonfire/models/model.h"
 #include "bonfire/pipeline/unit_costs.h"
 #include "bonfire/schedule/generate.h"
+#include "bonfire/schedule/pipedream.h"
 #include "bonfire/schedule/text.h"
 #include "bonfire/shard/share.h"
 #include "bonfire/train/engine_options.h"
@@ -34,6 +34,8 @@ PipelineOptions options_of(const Config& config) {
   return options;
 }
 
+}  // namespace
+
 Chain units_of(const plan::ModelDescription& model) {
   Chain chain{.units = plan::chain_of(model)};
   TiedWeight tied;
@@ -45,13 +47,15 @@ Chain units_of(const plan::ModelDescription& model) {
 
 std::vector<Microbatch> to_microbatches(const std::vector<Batch>& batches, const World& world) {
   std::vector<Microbatch> list;
-  for (const auto& batch : batches)
+  for (const auto& batch : batches) {
     list.push_back({.input = {batch.input.to(world.device(), batch.input.scalar_type(), /*non_blocking=*/true)},
                     .target = {batch.target.to(world.device(), batch.target.scalar_type(), /*non_blocking=*/true)}});
+    // Every stage reads it.
+    if (batch.documents.defined()) list.back().target.push_back(batch.documents);
+  }
   return list;
 }
 
-// A microbatch of samples of zeros: tokens, classes and numbers that every model takes.
 Microbatch example_of(const Config& config, const Source& source, const World& world) {
   const auto zeros = [&](const SampleField& field) {
     auto sizes = field.sizes;
@@ -61,24 +65,19 @@ Microbatch example_of(const Config& config, const Source& source, const World& w
   return {.input = {zeros(source.input())}, .target = {zeros(source.target())}};
 }
 
-BuildOptions build_options(const Config& config, const World& world) {
-  return {.seed = static_cast<std::uint64_t>(config.train.seed), .device = world.device()};
-}
-
-}  // namespace
-
-Chain chain_of(const Config& config, const World& world) {
-  const auto model = model_of(config);
+Chain chain_of(const Config& config, const World& world, const Mesh& mesh, std::shared_ptr<const std::int64_t> rollbacks) {
+  const auto model = model_of(config, mesh.coordinate(Axis::tensor));
   Chain chain = units_of(model);
-  const BuildOptions build = build_options(config, world);
-  const bool faulty = config.fault.nan_rank == world.rank();
-  chain.build = [model, build, faulty, config, nan_step = config.fault.nan_step](UnitRange units) {
+  const BuildOptions build = build_options(config, world, mesh);
+  const bool faulty = has_faulty_loss(config, world);
+  chain.build = [model, build, faulty, config, rollbacks = std::move(rollbacks)](UnitRange units) {
     auto part = build_model(plan::part_of(model, units.begin, units.end), build);
     prepare_blocks(*part, config);
-    return StageModule{part, [part, faulty, nan_step](Tensors values, const Microbatch& microbatch) {
+    return StageModule{part, [part, faulty, fault = config.fault, rollbacks](Tensors values, const Microbatch& microbatch) {
                          part->set_dropout(microbatch.step, microbatch.first_sample);
+                         part->set_documents(microbatch.target.size() > 1 ? microbatch.target[1] : at::Tensor());
                          auto out = part->forward(values[0], part->head() ? microbatch.target[0] : at::Tensor());
-                         if (faulty && nan_step > 0 && microbatch.step == static_cast<std::uint64_t>(nan_step))
+                         if (faulty && fault.makes_nan(static_cast<std::int64_t>(microbatch.step), *rollbacks))
                            out = out * std::numeric_limits<double>::quiet_NaN();
                          return Tensors{std::move(out)};
                        }};
@@ -96,7 +95,8 @@ schedule::Schedule schedule_of(const Config& config) {
                                                 .chunks = layout.chunks > 0 ? static_cast<int>(layout.chunks)
                                                                             : schedule::natural_chunks(layout.schedule)});
   if (!std::filesystem::exists(layout.schedule))
-    fail_config("no schedule has this name, and there is no such file; allowed: {} | a file", fmt::join(names, " | "));
+    fail_config("no schedule has this name, and there is no such file; allowed: {} | {} | a file", fmt::join(names, " | "),
+                fmt::join(schedule::pipedream_names(), " | "));
   auto table = schedule::read_table(layout.schedule);
   if (table.ranks() != ranks) fail_config("the table has {} ranks, layout.pipeline is {}", table.ranks(), ranks);
   if (table.microbatches != microbatches)
@@ -118,21 +118,25 @@ std::vector<UnitRange> stages_of(const Config& config, int stages) {
   return split_as_told(units, {counts->begin(), counts->end()});
 }
 
-void settle_stages(Config& config, const World& world, const Mesh& mesh, const Source& source) {
-  if (config.layout.stages != WordOrCounts("measured")) return;
+UnitsToMeasure units_to_measure(const Config& config, const World& world, const Mesh& mesh, const Source& source) {
   const auto model = model_of(config);
-  auto build = build_options(config, world);
+  auto build = build_options(config, world, mesh);
   build.dtype = scalar_type(data_parallel_of(config).compute);
-  Chain chain = units_of(model);
-  chain.build = [&](UnitRange units) {
-    auto part = build_model(plan::part_of(model, units.begin, units.end), build);
+  UnitsToMeasure units{.chain = units_of(model), .example = example_of(config, source, world)};
+  units.chain.build = [model, build](UnitRange range) {
+    auto part = build_model(plan::part_of(model, range.begin, range.end), build);
     return StageModule{part, [part](Tensors values, const Microbatch& microbatch) {
                          return Tensors{part->forward(values[0], part->head() ? microbatch.target[0] : at::Tensor())};
                        }};
   };
-  auto example = example_of(config, source, world);
-  for (auto& input : example.input)
+  for (auto& input : units.example.input)
     if (input.is_floating_point()) input = input.to(build.dtype);
+  return units;
+}
+
+void settle_stages(Config& config, const World& world, const Mesh& mesh, const Source& source) {
+  if (config.layout.stages != WordOrCounts("measured")) return;
+  const auto [chain, example] = units_to_measure(config, world, mesh, source);
   const auto costs = agreed_costs(mesh, chain, example);
   auto& counts = config.layout.stages.emplace<std::vector<std::int64_t>>();
   std::vector<std::string> words;
@@ -148,56 +152,38 @@ void settle_stages(Config& config, const World& world, const Mesh& mesh, const S
 schedule::Schedule table_of(const Config& config) {
   auto options = options_of(config);
   options.shard = engine_options(config, Log::silent());
-  return pipeline_table(units_of(model_of(config)), options,
-                        {static_cast<int>(config.layout.replicate), static_cast<int>(config.layout.shard)});
+  return pipeline_table(
+      units_of(model_of(config)), options,
+      {static_cast<int>(config.layout.replicate * config.layout.context), static_cast<int>(config.layout.shard)});
 }
 
 StagedModel::StagedModel(const World& world, const Config& config, const Mesh& mesh, const Source& source)
-    : world_(world), pipeline_([&] {
+    : world_(world),
+      pipeline_([&] {
         auto options = options_of(config);
-        options.shard = engine_options(config, world.log());
+        options.shard = engine_options(config, world.log(), mesh.coordinate(Axis::tensor));
         options.example = example_of(config, source, world);
-        return Pipeline(mesh, chain_of(config, world), std::move(options));
-      }()) {
-  std::map<const Engine*, int> stage_of;
-  for (const int stage : pipeline_.local_stages()) {
-    auto& engine = pipeline_.engine(stage);
-    optimizers_.push_back(make_optimizer(engine, config));
-    together_.push_back(optimizers_.back().get());
-    stage_of[&engine] = stage;
-  }
-  parts_ = {.ranks = mesh.group(Axis::pipeline),
-            .is_copy = [this, stage_of](const Engine& engine, const FlatParameter& flat) {
-              return pipeline_.is_copy(stage_of.at(&engine), flat);
-            }};
-}
+        return Pipeline(mesh, chain_of(config, world, mesh, rollbacks_), std::move(options));
+      }()),
+      optimizer_(make_optimizer(pipeline_, config)) {}
 
-at::Tensor StagedModel::forward_backward(const std::vector<Batch>& batches, const Pass& pass) {
+at::Tensor StagedModel::forward_backward(const std::vector<Batch>& batches, const StepContext& context) {
   auto microbatches = to_microbatches(batches, world_);
-  auto first_sample = pass.first_sample;
+  auto first_sample = context.first_sample;
+  *rollbacks_ = context.rollbacks;
   for (auto& microbatch : microbatches) {
-    microbatch.step = static_cast<std::uint64_t>(pass.step);
+    microbatch.step = static_cast<std::uint64_t>(context.step);
     microbatch.first_sample = first_sample;
     first_sample += microbatch.samples();
   }
   std::optional<Tracer::Phase> phase;
-  const auto report = pipeline_.step(microbatches, {.loss_scale = pass.scaler ? pass.scaler->scale() : 1,
+  const auto report = pipeline_.step(microbatches, {.loss_scale = context.scaler ? context.scaler->scale() : 1,
                                                     .observe = [&](const schedule::Action& action, bool begins) {
                                                       if (!schedule::is_compute(action.kind)) return;
                                                       phase.reset();
-                                                      if (begins) phase.emplace(&pass.tracer, schedule::to_text(action));
+                                                      if (begins) phase.emplace(&context.tracer, schedule::to_text(action));
                                                     }});
   return at::tensor({report.loss}, at::kDouble).to(world_.device());
-}
-
-StepResult StagedModel::update(const StepOptions& options) { return Optimizer::step_together(together_, options, parts_); }
-
-void StagedModel::spend_gradients() {
-  for (const int stage : pipeline_.local_stages()) pipeline_.engine(stage).spend_gradients();
-}
-
-void StagedModel::set_lr(double lr) {
-  for (auto& optimizer : optimizers_) optimizer->set_lr(lr);
 }
 
 at::Tensor StagedModel::evaluate(const std::vector<Batch>& batches, std::size_t counted) {

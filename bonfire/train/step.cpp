@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include "bonfire/base/error.h"
@@ -27,10 +28,10 @@ StepOptions options_of(Run& run) {
 }
 
 // Gradients are the average over the whole batch afterwards.
-StepLoss forward_backward(Run& run, const StepBatches& batches, const Trainee::Pass& pass) {
+StepLoss forward_backward(Run& run, const StepBatches& batches, const Trainee::StepContext& context) {
   const auto device = run.world.device();
-  const auto own = run.trainee->forward_backward(batches.microbatches, pass);
-  const auto& group = run.mesh.group(Axis::data);
+  const auto own = run.trainee->forward_backward(batches.microbatches, context);
+  const auto& group = run.groups.all;
   StepLoss loss;
   if (device.is_cpu()) loss.mine = own.item<double>();
   auto mean = own.clone();
@@ -52,17 +53,21 @@ StepResult update_parameters(Run& run, const StepLoss& loss, Tracer& tracer) {
 }  // namespace
 
 StepTaken take_step(Run& run, const StepBatches& batches, std::int64_t step, Tracer& tracer) {
+  if (const auto& fault = run.config.fault; fault.memory_step == step && fault.memory_rank == run.world.rank())
+    at::empty({std::int64_t{1} << 60}, at::TensorOptions(at::kByte).device(run.world.device()));
   StepTaken taken{.step = step, .lr = run.learning_rate.at(step - 1)};
   run.trainee->set_lr(taken.lr);
-  const Trainee::Pass pass{
+  const Trainee::StepContext context{
       .step = step,
       .first_sample = run.mesh.coordinate(Axis::data) * (run.config.train.batch / run.config.data_ranks()),
       .scaler = run.scaler ? &*run.scaler : nullptr,
+      .rollbacks = run.rollbacks,
       .tracer = tracer};
-  // A trace shows the parts.
-  if (!tracer.tracing()) taken.reading = run.trainee->whole_step(batches.microbatches, pass, options_of(run));
+  // A trace shows the parts, where there are any.
+  if (!tracer.tracing() || run.trainee->overlaps())
+    taken.reading = run.trainee->whole_step(batches.microbatches, context, options_of(run));
   if (taken.reading) return taken;
-  taken.loss = forward_backward(run, batches, pass);
+  taken.loss = forward_backward(run, batches, context);
   taken.update = update_parameters(run, taken.loss, tracer);
   return taken;
 }
@@ -70,18 +75,20 @@ StepTaken take_step(Run& run, const StepBatches& batches, std::int64_t step, Tra
 void read(const Run& run, StepTaken& taken) {
   if (!taken.reading) return;
   const auto values = taken.reading->read();
-  taken.loss = {.mine = values.own_loss, .mean = values.sum_of_losses / run.mesh.group(Axis::data).size()};
+  taken.loss = {.mine = values.own_loss, .mean = values.sum_of_losses / run.groups.all.size()};
   const bool loss_finite = std::isfinite(taken.loss.mean);
   if (loss_finite) taken.update.gradient_norm = values.gradient_norm;
+  taken.staleness = values.staleness;
+  taken.seconds = values.seconds;
   taken.update.skipped = !loss_finite || !std::isfinite(values.gradient_norm);
   taken.reading.reset();
 }
 
-void enforce_nan_policy(const Run& run, const StepTaken& taken) {
-  const auto& [step, lr, loss, update, reading] = taken;
+bool enforce_nan_policy(const Run& run, const StepTaken& taken) {
+  const auto& [step, lr, loss, update, staleness, seconds, reading] = taken;
   const bool loss_finite = std::isfinite(loss.mean);
   // With fp16 a gradient that overflows is the scaler's business.
-  if (loss_finite && (!update.skipped || run.scaler)) return;
+  if (loss_finite && (!update.skipped || run.scaler)) return true;
 
   std::string what = "the gradients are not finite, although the losses are";
   if (!loss_finite) {
@@ -101,12 +108,14 @@ void enforce_nan_policy(const Run& run, const StepTaken& taken) {
     if (named > kMostNamed) ranks += fmt::format(" and {} others", named - kMostNamed);
     what = fmt::format("the loss is {}, from rank {}", loss.mean, ranks.empty() ? "none alone" : ranks);
   }
-  if (run.config.train.nan_policy == "skip") {
-    if (run.world.rank() == 0)
-      run.world.log().warning("step {}: {}; skipped on all ranks (train.nan_policy = skip)", step, what);
-    return;
-  }
-  fail("step {}: {}; the run ends on all ranks (train.nan_policy = stop, allowed: stop | skip)", step, what);
+  const auto& policy = run.config.train.nan_policy;
+  if (policy == "stop")
+    fail("step {}: {}; the run ends on all ranks (train.nan_policy = stop, allowed: stop | skip | rollback)", step, what);
+  const bool skips = policy == "skip";
+  if (run.world.rank() == 0)
+    run.world.log().warning("step {}: {}; {} (train.nan_policy = {})", step, what,
+                            skips ? "skipped on all ranks" : "all ranks go back to the newest checkpoint", policy);
+  return skips;
 }
 
 }  // namespace bonfire

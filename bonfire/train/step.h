@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "bonfire/base/api.h"
 #include "bonfire/train/build.h"
@@ -24,6 +25,7 @@ struct StepTaken {
   double lr = 0;
   StepLoss loss{};
   StepResult update{};
+  std::optional<double> staleness{}, seconds{};
   std::shared_ptr<StepReading> reading{};  // of a step that the device may not have ended
 };
 
@@ -35,8 +37,8 @@ BONFIRE_API StepTaken take_step(Run& run, const StepBatches& batches, std::int64
 // What it has come to. Host: waits where the device has not ended it.
 BONFIRE_API void read(const Run& run, StepTaken& taken);
 
-// What train.nan_policy says about a step that was not finite: nothing, or Error with the same words on all ranks.
-// Collective.
-void enforce_nan_policy(const Run& run, const StepTaken& taken);
+// What train.nan_policy says about a step that was not finite. True: the run goes on. False: it goes back to its newest
+// checkpoint. Or Error, which ends it. The same on all ranks, with the same words. Collective.
+bool enforce_nan_policy(const Run& run, const StepTaken& taken);
 
 }  // namespace bonfire

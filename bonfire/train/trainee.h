@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -22,6 +23,8 @@ class StepReading {
     double own_loss = 0;       // mean over this rank's part of the batch
     double sum_of_losses = 0;  // of all data-parallel ranks
     double gradient_norm = 0;
+    std::optional<double> staleness{};  // in updates, where steps overlap
+    std::optional<double> seconds{};    // that it took, where that is not from one reading to the next
   };
   // Host: waits until it is there.
   virtual Values read() = 0;
@@ -34,18 +37,19 @@ class Trainee {
  public:
   virtual ~Trainee() = default;
 
-  struct Pass {
+  struct StepContext {
     std::int64_t step = 1;
     std::int64_t first_sample = 0;       // number of this rank's first sample in the batch of all ranks
     const GradScaler* scaler = nullptr;  // scales the loss, where there is one
+    std::int64_t rollbacks = 0;          // how often the run has gone back to a checkpoint
     Tracer& tracer;
   };
   // Gradients are those of the mean loss over the whole batch afterwards. Returns the mean loss over these microbatches: one
   // fp64 number on the device. Collective.
-  virtual at::Tensor forward_backward(const std::vector<Batch>& microbatches, const Pass& pass) = 0;
+  virtual at::Tensor forward_backward(const std::vector<Batch>& microbatches, const StepContext& context) = 0;
   // A whole step, forward to update, that a device does without the host: it changes nothing where loss or gradients are not
   // finite. Nothing where this one must be taken in parts, by the two functions around this one. Collective.
-  virtual std::shared_ptr<StepReading> whole_step(const std::vector<Batch>& /*microbatches*/, const Pass& /*pass*/,
+  virtual std::shared_ptr<StepReading> whole_step(const std::vector<Batch>& /*microbatches*/, const StepContext& /*context*/,
                                                   const StepOptions& /*options*/) {
     return nullptr;
   }
@@ -56,6 +60,24 @@ class Trainee {
   // Forwards alone. Two fp64 numbers on the device: the losses of the samples of the first `counted` microbatches, summed,
   // and how many samples these are. Collective.
   virtual at::Tensor evaluate(const std::vector<Batch>& microbatches, std::size_t counted) = 0;
+  // --- Where steps overlap, a step begins before the updates of those before it are made.
+  virtual bool overlaps() const { return false; }
+  // How many steps are taken before the reading of one is read.
+  virtual int readings_behind() const { return 1; }
+  // Ends all steps that have begun; where it can, for it is not possible after every step. Collective.
+  virtual bool can_drain() const { return true; }
+  virtual void drain() {}
+  struct Overlap {
+    std::vector<int> staleness{};  // of updates, at most: by stage
+    bool stash = true;
+    std::int64_t drains = 0;
+    double drain_seconds = 0;
+  };
+  virtual std::optional<Overlap> overlap() const { return std::nullopt; }
+  // Its parameters and buffers.
+  virtual Sliced* parameters() = 0;
+  // What a checkpoint keeps of it.
+  virtual std::vector<Sliced*> state() = 0;
 };
 
 }  // namespace bonfire

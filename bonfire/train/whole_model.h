@@ -18,20 +18,23 @@ class BONFIRE_API WholeModel final : public Trainee {
   // Collective.
   WholeModel(const World& world, const Config& config, const Mesh& mesh);
 
-  at::Tensor forward_backward(const std::vector<Batch>& microbatches, const Pass& pass) override;
-  std::shared_ptr<StepReading> whole_step(const std::vector<Batch>& microbatches, const Pass& pass,
+  at::Tensor forward_backward(const std::vector<Batch>& microbatches, const StepContext& context) override;
+  std::shared_ptr<StepReading> whole_step(const std::vector<Batch>& microbatches, const StepContext& context,
                                           const StepOptions& options) override;
   StepResult update(const StepOptions& options) override { return optimizer->step(options); }
   void spend_gradients() override { engine.spend_gradients(); }
   void set_lr(double lr) override { optimizer->set_lr(lr); }
   at::Tensor evaluate(const std::vector<Batch>& microbatches, std::size_t counted) override;
+  Sliced* parameters() override { return &engine; }
+  std::vector<Sliced*> state() override { return {&engine, optimizer.get()}; }
 
   // forward_backward, whatever steps before are still under way. Collective.
-  at::Tensor passes(const std::vector<Batch>& microbatches, const Pass& pass);
+  at::Tensor passes(const std::vector<Batch>& microbatches, const StepContext& context);
 
  private:
   World world_;
   Config::Fault fault_;
+  bool faulty_;
 
  public:
   std::shared_ptr<Model> model;

@@ -6,7 +6,7 @@
 
 #include "tests/cli/command.h"
 
-namespace bonfire {
+namespace bonfire::bench_comm_test {
 namespace {
 using bonfire::testing::Scratch;
 
@@ -34,6 +34,19 @@ TEST(BenchComm, PrintsATableForEachCollective) {
   }
 }
 
+// As every command that starts ranks.
+TEST(BenchComm, StartsAsManyRanksAsTheVariableSays) {
+  const Scratch scratch;
+  const auto ranks = [&](const std::string& variable, const std::string& option) {
+    const auto ended = scratch.bonfire("bench comm --device cpu --from 64 --to 64 --repeats 1 --json " + option, variable);
+    EXPECT_EQ(ended.code, 0) << ended.err;
+    return nlohmann::json::parse(ended.out).at(0).at("ranks").get<int>();
+  };
+  EXPECT_EQ(ranks("BONFIRE_RANKS=3", ""), 3);
+  EXPECT_EQ(ranks("BONFIRE_RANKS=3", "--ranks 2"), 2);
+  EXPECT_EQ(ranks("BONFIRE_RANKS=", ""), 1);
+}
+
 TEST(BenchComm, PrintsWordsWithoutJson) {
   const Scratch scratch;
   const auto ended = scratch.bonfire("bench comm broadcast --ranks 2 --device cpu --from 64 --to 64 --repeats 1");
@@ -57,4 +70,4 @@ TEST(BenchComm, BadRequestsAreOneLine) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::bench_comm_test

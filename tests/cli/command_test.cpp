@@ -9,7 +9,7 @@
 #include "tests/cli/command.h"
 
 // The command as a person meets it: mistyped, asked for help, on a terminal, beside a full disk.
-namespace bonfire {
+namespace bonfire::command_test {
 namespace {
 using bonfire::testing::Ended;
 using bonfire::testing::Scratch;
@@ -115,14 +115,20 @@ TEST(Command, RanksThatAnotherLauncherHasStartedSpinShortlyToo) {
   EXPECT_EQ(spins(scratch.bonfire("train a.toml", torchrun + "OMP_DISPLAY_ENV=verbose GOMP_SPINCOUNT=7").err), "7");
 }
 
-TEST(Command, ARunSaysWhetherWeightsAreKept) {
+TEST(Command, ARunSaysWhetherAndWhereWeightsAreKept) {
   const Scratch scratch;
   scratch.write("a.toml", tiny);
-  const auto ended = scratch.bonfire("train a.toml");
-  ASSERT_EQ(ended.code, 0) << ended.err;
-  const auto first = ended.err.find("weights: not kept"), last = ended.err.find("weights  not kept");
-  EXPECT_LT(first, ended.err.find("step: 1 ")) << "before it starts: " << ended.err;
-  EXPECT_NE(last, std::string::npos) << "and in the summary: " << ended.err;
+  for (const bool kept : {true, false}) {
+    const auto ended = scratch.bonfire(kept ? "train a.toml" : "train a.toml --set checkpoint.every=0");
+    ASSERT_EQ(ended.code, 0) << ended.err;
+    const auto first =
+                   ended.err.find(kept ? "weights: saved every 100 steps and at the end, in runs/" : "weights: not kept"),
+               last = ended.err.find(kept ? "weights  runs/" : "weights  not kept");
+    const auto step = ended.err.find("step: 1 ");
+    ASSERT_NE(step, std::string::npos) << ended.err;
+    EXPECT_LT(first, step) << "before it starts: " << ended.err;
+    EXPECT_NE(last, std::string::npos) << "and in the summary: " << ended.err;
+  }
 }
 
 // What a process shows on a terminal of its own, whose width changes when the first bar is there.
@@ -165,4 +171,4 @@ TEST(Command, TheBarFollowsTheWidthOfTheWindow) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::command_test

@@ -5,7 +5,7 @@
 
 #include "tests/cli/command.h"
 
-namespace bonfire {
+namespace bonfire::doctor_test {
 namespace {
 
 TEST(Doctor, SaysWhatThereIs) {
@@ -32,4 +32,4 @@ TEST(Doctor, PrintsTheReferencePage) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::doctor_test

@@ -9,7 +9,7 @@
 #include "tests/cli/command.h"
 
 // Bad input: exit code 2 before anything starts, and one line that names the thing, its value and what is allowed.
-namespace bonfire {
+namespace bonfire::errors_test {
 namespace {
 
 struct Bad {
@@ -54,6 +54,23 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"negative", "[train]\nbatch = -1\n", "", {"a.toml:2", "train.batch = -1", "at least 1"}},
         Bad{"huge", "[train]\nbatch = 9223372036854775807\n", "", {"a.toml:2", "train.batch", "at most 1000000000"}},
         Bad{"huge_layout", "[layout]\nreplicate = 9223372036854775807\n", "", {"a.toml:2", "layout.replicate", "at most"}},
+        Bad{"only_servers",
+            "[layout]\nserver = 3\n",
+            "--ranks 3",
+            {"a.toml:2", "layout.server = 3", "there are 3 ranks", "allowed: 0 to 2"}},
+        Bad{"server_staleness",
+            "[layout]\nserver = 1\nserver_mode = \"bounded\"\nserver_staleness = -1\n",
+            "",
+            {"a.toml:4", "layout.server_staleness = -1", "at least 0"}},
+        Bad{"sharded_beside_a_server",
+            "[layout]\nserver = 1\nshard = 2\n",
+            "",
+            {"a.toml:3", "layout.shard = 2", "beside a parameter server"}},
+        Bad{"server_policy",
+            "[layout]\nserver = 1\nserver_lost = \"ignore\"\n",
+            "",
+            {"a.toml:3", "layout.server_lost = \"ignore\""}},
+        Bad{"server_without", "[layout]\nserver_mode = \"bounded\"\n", "", {"a.toml:2", "there is no parameter server"}},
         Bad{"product_of_axes",
             "[layout]\nreplicate = 2\n",
             "--ranks 3",
@@ -72,7 +89,11 @@ INSTANTIATE_TEST_SUITE_P(
             {"a.toml:9", "tokens.bin", "32"}},
         Bad{"bad_name", "", "--set run.name=../x", {"--set run.name=../x", "letters"}},
         Bad{"heads", "[model]\nheads = 7\n", "", {"a.toml:2", "model.heads", "7", "256"}},
-        Bad{"not_available", "[layout]\ntensor = 2\n", "--ranks 2", {"a.toml:2", "layout.tensor = 2", "not available"}}),
+        Bad{"chunks_of_a_sequence",
+            "[layout]\ncontext = 3\n",
+            "--ranks 3",
+            {"a.toml:2", "layout.context = 3", "data.sequence = 256 cannot be cut into 6 chunks"}},
+        Bad{"heads_over_ranks", "[layout]\ntensor = 3\n", "--ranks 3", {"a.toml:2", "layout.tensor = 3", "model.heads"}}),
     [](const auto& info) { return info.param.name; });
 
 TEST(BadDevice, AGpuThatIsNotThereIsRefused) {
@@ -98,4 +119,4 @@ TEST(BadArguments, EndWithTwo) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::errors_test

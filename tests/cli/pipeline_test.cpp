@@ -8,7 +8,7 @@
 
 #include "tests/cli/command.h"
 
-namespace bonfire {
+namespace bonfire::pipeline_test {
 namespace {
 
 using testing::Scratch;
@@ -27,7 +27,11 @@ TEST(Pipelines, TheWholePeakIsPredicted) {
     scratch.write("a.toml", std::string(model) + training);
     for (const char* layout :
          {"--set layout.pipeline=2", "--set layout.pipeline=4", "--set layout.pipeline=4 --set layout.schedule=zb-h1",
-          "--set layout.pipeline=2 --set layout.schedule=interleaved", "--set layout.pipeline=2 --set layout.shard=2"}) {
+          "--set layout.pipeline=2 --set layout.schedule=interleaved", "--set layout.pipeline=2 --set layout.shard=2",
+          "--set layout.pipeline=2 --set layout.shard=2 --set layout.reshard_after_forward=true --set model.tied=false",
+          "--set layout.pipeline=2 --set layout.shard=2 --set layout.reshard_after_forward=true --set model.tied=false "
+          "--set layout.prefetch=0 "
+          "--set layout.backward_prefetch=after"}) {
       const auto ended = scratch.bonfire(std::string("bench step a.toml --steps 3 --json ") + layout);
       ASSERT_EQ(ended.code, 0) << ended.err;
       const auto report = nlohmann::json::parse(ended.out);
@@ -54,8 +58,11 @@ TEST(Pipelines, WhatCannotBeIsOneLineAndNothingStarts) {
   expect_refused("--ranks 2 --set layout.pipeline=2 --set layout.schedule=mine.txt --set train.microbatch=16",
                  "the send '1SB0' is missing");
   expect_refused("--ranks 2 --set layout.pipeline=2 --set layout.stages=[3,4]", "the model has 8");
-  expect_refused("--ranks 2 --set layout.pipeline=2 --set layout.wrap=all", "allowed with: layout.pipeline = 1");
+  for (const char* key : {"layout.wrap=all", "layout.wrap_types=[\"block\"]", "layout.ignore=[\"head\"]"})
+    expect_refused(std::string("--ranks 2 --set layout.pipeline=2 --set '") + key + "'",
+                   "the memory of a pipeline is predicted for sharded Units as the model has them; allowed with: "
+                   "layout.pipeline = 1");
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::pipeline_test

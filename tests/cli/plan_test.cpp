@@ -10,7 +10,7 @@
 
 #include "tests/cli/command.h"
 
-namespace bonfire {
+namespace bonfire::plan_test {
 namespace {
 
 constexpr const char* small =
@@ -95,7 +95,7 @@ TEST(PlanMemory, IsReadableAndMarksTheFile) {
   scratch.write("a.toml", small);
   const auto ended = scratch.bonfire("plan a.toml --memory");
   ASSERT_EQ(ended.code, 0) << ended.err;
-  for (const char* words : {"24 in all", "<- the file", "ZeRO-3", "mixed, fp32 gradients"}) {
+  for (const char* words : {"24 in total", "<- this file", "ZeRO-3", "mixed, fp32 gradients"}) {
     // One rank has nothing to shard.
     EXPECT_EQ(ended.out.find(words) != std::string::npos, std::string(words) != "ZeRO-3") << words << "\n" << ended.out;
   }
@@ -104,7 +104,9 @@ TEST(PlanMemory, IsReadableAndMarksTheFile) {
 // More ranks have less of the batch each: the file's row is what a run on so many ranks measures.
 TEST(PlanMemory, IsThatOfARunOnSoManyRanks) {
   const testing::Scratch scratch;
-  scratch.write("a.toml", std::string("[run]\ndevice = \"cpu\"\n") + small + "[train]\nbatch = 64\n");
+  // A benchmark saves nothing.
+  scratch.write("a.toml",
+                std::string("[run]\ndevice = \"cpu\"\n") + small + "[train]\nbatch = 64\n[checkpoint]\nevery = 0\n");
   const auto bytes = [&](const std::string& arguments, const char* key) {
     const auto ended = scratch.bonfire(arguments + " --json");
     EXPECT_EQ(ended.code, 0) << ended.err;
@@ -134,4 +136,4 @@ TEST(PlanMemory, BadRequestsAreOneLine) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::plan_test

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -23,6 +24,7 @@ class RandomRun {
     draw_training();
     draw_sharding();
     draw_frozen();
+    draw_recomputed();
   }
 
   int ranks() const { return ranks_; }
@@ -145,13 +147,27 @@ class RandomRun {
       set("layout.bucket_mb", pick({0.1, 1.0}));
       set("layout.first_bucket_mb", pick({0.05, 0.5}));
     }
-    if (pipeline_ > 1) return;
-    if (chance(30)) set("layout.wrap", pick<const char*>({"all", "20000", "200000"}));
+    if (pipeline_ > 1) return draw_gathers_of_stages(sharded);
+    // Kinds are drawn apart, so that what seeds meant before stays as it was.
+    const auto kinds = random_.fork("wrap_types");
+    if (chance(30))
+      set("layout.wrap", pick<const char*>({"all", "20000", "200000"}));
+    else if (kinds.below(0, 100) < 20 && (type_ == "llama" || type_ == "gpt2"))
+      set("layout.wrap_types", std::array{R"(["block"])", R"(["embedding", "head"])", R"(["head"])"}[kinds.below(1, 3)]);
     if (sharded != "parameters") return;
     if (chance(40))
       set("layout.reshard_after_forward", shard_ > 2 && chance(50) ? "2" : pick<const char*>({"true", "false"}));
     if (chance(30)) set("layout.backward_prefetch", "after");
     if (chance(20)) set("layout.negotiate_order", "true");
+  }
+
+  // Drawn apart, too. Units of a stage gather themselves where no backward is split and no weight is tied over stages.
+  void draw_gathers_of_stages(const std::string& sharded) {
+    const auto gathers = random_.fork("gathers_of_stages");
+    if (sharded != "parameters" || gathers.below(0, 2) == 0) return;
+    const bool units = !schedule_.starts_with("zb-") && !tied_;
+    set("layout.reshard_after_forward", units);
+    if (units && shard_ > 1 && gathers.below(1, 10) < 3) set("layout.backward_prefetch", "after");
   }
 
   void draw_frozen() {
@@ -167,6 +183,16 @@ class RandomRun {
       if (std::find(frozen.begin(), frozen.end(), "\"" + one + "\"") == frozen.end()) frozen.push_back("\"" + one + "\"");
     }
     set("train.freeze", fmt::format("[{}]", fmt::join(frozen, ", ")));
+  }
+
+  // Drawn apart, too.
+  void draw_recomputed() {
+    const auto recomputed = random_.fork("recompute");
+    if (recomputed.below(0, 10) >= 4) return;
+    const bool full = type_ == "vgg" || recomputed.below(1, 2) == 0;
+    set("layout.recompute", full ? "full" : "selective");
+    if (full) set("train.keep_for_backward", "least");
+    if (recomputed.below(2, 10) < 4) set("layout.recompute_every", 2 + recomputed.below(3, 2));
   }
 
   Random random_;

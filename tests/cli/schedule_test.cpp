@@ -6,7 +6,7 @@
 
 #include "tests/cli/command.h"
 
-namespace bonfire {
+namespace bonfire::schedule_test {
 namespace {
 
 TEST(ScheduleCommand, JsonHasTheNumbersAndTheTable) {
@@ -56,7 +56,8 @@ TEST(ScheduleCommand, BadRequestsAreOneLine) {
   refused("interleaved --ranks 4 --microbatches 6",
           "6 microbatches on 4 ranks; allowed: a multiple of the ranks, such as 4 or 8");
   refused("2f2b --ranks 4 --microbatches 6",
-          "'2f2b' is no name and no file; allowed: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, or a file");
+          "'2f2b' is neither a built-in schedule nor a file; allowed: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, "
+          "pipedream, pipedream-vertical, pipedream-2bw, pipedream-flush, or a file");
   refused("1f1b --microbatches 6", "--ranks is required");
   refused("1f1b --ranks four --microbatches 6", "four");
   refused("1f1b --ranks 4 --microbatches 6 --svg no/such/folder/a.svg", "no/such/folder/a.svg");
@@ -72,4 +73,4 @@ TEST(ScheduleCommand, BadRequestsAreOneLine) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::schedule_test

@@ -7,7 +7,7 @@
 #include "bonfire/data/token_file.h"
 #include "tests/cli/command.h"
 
-namespace bonfire {
+namespace bonfire::tokens_test {
 namespace {
 
 std::string text_of(const std::filesystem::path& path) {
@@ -32,6 +32,23 @@ TEST(Tokens, TextBecomesAFileOfItsBytes) {
   EXPECT_EQ(json.at("vocab"), 256);
 }
 
+// A model's folder, JSON lines, and back again.
+TEST(Tokens, TextGoesThroughATokenizerAndBack) {
+  const testing::Scratch scratch;
+  std::filesystem::create_directory(scratch.path() / "model");
+  std::filesystem::copy(BONFIRE_SOURCE_DIR "/tests/text/golden/llama3/tokenizer.json", scratch.path() / "model");
+  scratch.write("model/tokenizer_config.json", R"({"eos_token": "<|end_of_text|>"})");
+  scratch.write("a.jsonl", "{\"body\": \"Many torches, \\u00e9t\\u00e9\"}\n{\"body\": \"one fire\"}\n");
+  const auto ended = scratch.bonfire("tokens a.jsonl -o a.bin --tokenizer model --field body");
+  ASSERT_EQ(ended.code, 0) << ended.err;
+  const auto text = scratch.bonfire("tokens --decode a.bin --tokenizer model");
+  EXPECT_EQ(text.out, "<|begin_of_text|>Many torches, \u00e9t\u00e9<|end_of_text|><|begin_of_text|>one fire<|end_of_text|>")
+      << text.err;
+  EXPECT_EQ(scratch.bonfire("tokens --decode a.bin --tokenizer model --first 0 --count 1").out, "<|begin_of_text|>");
+  const auto json = nlohmann::json::parse(scratch.bonfire("tokens --decode a.bin --tokenizer model --count 1 --json").out);
+  EXPECT_EQ(json.at("text"), "<|begin_of_text|>");
+}
+
 TEST(Tokens, BadRequestsAreOneLineAndLeaveNothing) {
   const testing::Scratch scratch;
   scratch.write("a.txt", "many torches\n");
@@ -46,9 +63,18 @@ TEST(Tokens, BadRequestsAreOneLineAndLeaveNothing) {
   refused("a.txt -o x.bin --tokenizer none.model", "none.model");
   refused("a.txt -o x.bin --format parquet", "parquet");
   refused("a.txt", "--output is required");
+  scratch.write("a.jsonl", "{\"text\": \"x\"}\n{\"text\": 7}\n");
+  refused("a.jsonl -o x.bin", "a.jsonl:2:2: is an integer, must be a string");
+  refused("a.txt -o x.bin --tokenizer .", "'.': has neither a tokenizer.json nor a tokenizer.model");
+  scratch.write("tokenizer.json", R"({"model": {"type": "WordPiece"}})");
+  refused("a.txt -o x.bin --tokenizer .", "tokenizer.json:1:12: model 'WordPiece' is not supported; allowed: BPE");
+  refused("--decode a.txt", "a.txt");
+  ASSERT_EQ(scratch.bonfire("tokens a.txt -o good.bin").code, 0);
+  refused("--decode good.bin --tokenizer " BONFIRE_SOURCE_DIR "/tests/text/golden/none/tokenizer.json", "No such file");
+  refused("--decode good.bin -o x.txt", "--output: text is written to stdout");
   for (const auto& entry : std::filesystem::directory_iterator(scratch.path()))
     EXPECT_EQ(entry.path().string().find("x."), std::string::npos) << entry.path();
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::tokens_test

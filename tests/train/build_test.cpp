@@ -8,7 +8,7 @@
 #include "bonfire/train/whole_model.h"
 #include "tests/support/ranks.h"
 
-namespace bonfire {
+namespace bonfire::build_test {
 namespace {
 
 TEST(Build, RefusesBf16OnAGpuWithoutIt) {
@@ -79,4 +79,4 @@ TEST(Build, FirstWeightsAreRankZeros) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::build_test

@@ -5,7 +5,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/train/build.h"
 
-namespace bonfire {
+namespace bonfire::capturable_test {
 namespace {
 
 Config config_of(const std::vector<std::string>& overrides, std::int64_t ranks = 1) {
@@ -66,6 +66,8 @@ TEST(Capturable, WhatTheHostDecidesHinders) {
   }
   const std::vector<std::string> staged{"layout.pipeline=2", "train.batch=8", "train.microbatch=2"};
   EXPECT_EQ(hindrance_to_graphs(config_of(staged, 2)), "layout.pipeline = 2: the host runs the schedule");
+  EXPECT_EQ(hindrance_to_graphs(config_of({"layout.tensor=2"}, 2)),
+            "layout.tensor = 2: what ranks exchange inside of layers");
   EXPECT_EQ(hindrance_to_graphs(config_of({"train.precision=fp8"})), "");
   EXPECT_EQ(hindrance_to_graphs(config_of({"train.precision=bf16"})), "");
   // The host need not know what a step came to because of these.
@@ -76,4 +78,4 @@ TEST(Capturable, WhatTheHostDecidesHinders) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::capturable_test

@@ -7,7 +7,7 @@
 
 #include "bonfire/base/error.h"
 
-namespace bonfire {
+namespace bonfire::config_test {
 namespace {
 
 std::string error_of(const std::string& text, std::int64_t ranks = 1, const std::vector<std::string>& overrides = {}) {
@@ -118,7 +118,7 @@ struct BadInput {
   std::vector<std::string> overrides = {};
 };
 
-class ConfigErrors : public testing::TestWithParam<BadInput> {};
+class ConfigErrors : public ::testing::TestWithParam<BadInput> {};
 
 TEST_P(ConfigErrors, AreOneLineThatNamesTheThing) {
   const auto& bad = GetParam();
@@ -130,7 +130,7 @@ TEST_P(ConfigErrors, AreOneLineThatNamesTheThing) {
 
 INSTANTIATE_TEST_SUITE_P(
     Bad, ConfigErrors,
-    testing::Values(
+    ::testing::Values(
         BadInput{"unknown_key",
                  "[model]\ndim = 8\nlayer = 6\n",
                  {"a.toml:3", "model.layer = 6", "did you mean layers?", "kv_heads"}},
@@ -298,10 +298,25 @@ INSTANTIATE_TEST_SUITE_P(
         BadInput{"gradients_of_fp8",
                  "[train]\nprecision = \"fp8\"\ngradient_precision = \"fp16\"\n",
                  {"a.toml:3", "train.precision = \"fp8\"", "fp32 | bf16"}},
-        BadInput{"recompute", "[layout]\nrecompute = \"full\"\n", {"layout.recompute = \"full\"", "not available", "none"}},
+        BadInput{"recompute",
+                 "[layout]\nrecompute = \"full\"\n[train]\nkeep_for_backward = \"all\"\n",
+                 {"a.toml:2", "layout.recompute = \"full\"", "keep_for_backward = \"all\"", "selective"}},
         BadInput{"later_key",
-                 "[checkpoint]\nevery = 100\n",
-                 {"a.toml:2", "checkpoint.every = 100", "checkpoints is not available"}},
+                 "[model]\nfrom = \"folder\"\n",
+                 {"a.toml:2", "model.from = \"folder\"", "importing Hugging Face folders is not available"}},
+        BadInput{
+            "reversible_in_fp8",
+            "[model]\nreversible = true\n[train]\nprecision = \"fp8\"\n",
+            {"a.toml:4", "train.precision = \"fp8\"", "model.reversible = true", "allowed with it: fp32 | bf16 | fp16"}},
+        BadInput{"reversible_keeps_nothing",
+                 "[model]\nreversible = true\n[train]\nkeep_for_backward = \"all\"\n",
+                 {"a.toml:4", "train.keep_for_backward = \"all\"", "keep nothing", "allowed with it: least"}},
+        BadInput{"reversible_mlp",
+                 "[model]\ntype = \"mlp\"\nreversible = true\n",
+                 {"a.toml:3", "model.reversible = true", "llama | gpt2"}},
+        BadInput{"adapter_of_nothing",
+                 "[adapter]\nrank = 4\nmatch = [\"query\"]\n",
+                 {"a.toml:3", "adapter.match holds \"query\"", "allowed: down_proj | gate_proj | k_proj"}},
         BadInput{
             "min_lr", "[optimizer]\nlr = 0.1\nmin_lr = 0.2\n", {"a.toml:3", "optimizer.min_lr = 0.2", "optimizer.lr = 0.1"}},
         BadInput{"kept_in_a_product",
@@ -408,4 +423,4 @@ TEST(Config, TheReferencePageIsUpToDate) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::config_test

@@ -15,7 +15,7 @@
 #include "tests/train/loop_fixture.h"
 #include "tests/train/step_collectives.h"
 
-namespace bonfire {
+namespace bonfire::fp8_test {
 namespace {
 
 using testing::common;
@@ -106,8 +106,8 @@ TEST_F(Loop, Fp8HoldsWhatIsPredicted) {
           for (const auto& flat : run.whole().engine.flats()) {
             held += static_cast<std::int64_t>(flat->held(0).storage().nbytes()) + 4 * flat->layout().scales();
             for (const auto& share : flat->trained()) {
-              if (share.master_apart()) held += static_cast<std::int64_t>(share.master.storage().nbytes());
-              eight_bits += share.eight_bits.defined() ? share.eight_bits.numel() : 0;
+              if (share.copy.defined()) held += static_cast<std::int64_t>(share.master.storage().nbytes());
+              eight_bits += share.codec == plan::Codec::scaled ? share.copy.numel() : 0;
             }
           }
           EXPECT_GT(eight_bits, 0);
@@ -139,4 +139,4 @@ TEST_F(Loop, Fp8LearnsWhatBf16Learns) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::fp8_test

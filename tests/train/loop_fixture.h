@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -72,6 +73,23 @@ class Loop : public ::testing::Test {
     std::ifstream in(outcome.folder / "metrics.jsonl");
     for (std::string line; std::getline(in, line);) outcome.metrics.push_back(nlohmann::json::parse(line));
     return outcome;
+  }
+
+  // The curve of one rank, whoever trains. `both`: what one rank is told as well.
+  void expect_like_one_rank(const std::string& model, int ranks, std::vector<std::string> layout,
+                            std::vector<std::string> both = {}) {
+    both.push_back("train.eval_every=2");
+    layout.insert(layout.end(), both.begin(), both.end());
+    const auto expected = run(model, 1, both), outcome = run(model, ranks, layout);
+    EXPECT_EQ(outcome.error, "");
+    ASSERT_EQ(outcome.metrics.size(), expected.metrics.size());
+    for (std::size_t step = 0; step < expected.metrics.size(); ++step)
+      for (const auto* key : {"loss", "grad_norm", "eval_loss"}) {
+        if (!expected.metrics[step].contains(key)) continue;
+        const auto value = expected.metrics[step].at(key).get<double>();
+        EXPECT_NEAR(outcome.metrics[step].at(key).get<double>(), value, 1e-5 * std::abs(value))
+            << key << ", step " << step + 1;
+      }
   }
 
   const Folder scratch_;

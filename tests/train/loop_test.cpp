@@ -1,7 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <iterator>
 #include <map>
 #include <set>
 
@@ -13,7 +15,7 @@
 #include "tests/train/loop_fixture.h"
 #include "tests/train/step_collectives.h"
 
-namespace bonfire {
+namespace bonfire::loop_test {
 namespace {
 namespace fs = std::filesystem;
 using testing::common;
@@ -151,6 +153,20 @@ TEST_F(Loop, ANanOnOneRankEndsTheRunOnAll) {
   EXPECT_TRUE(outcome.metrics.back().at("loss").is_null());
 }
 
+// Whose loss it was is asked once, of all ranks together: nothing is gathered at one of them.
+TEST_F(Loop, ANanIsSearchedForByOneAllReduce) {
+  const std::vector<std::string> traced = {"train.trace_from=2", "train.trace_steps=2", "train.nan_policy=skip"};
+  auto faulty = traced;
+  faulty.insert(faulty.end(), {"fault.nan_step=2", "fault.nan_rank=1"});
+  const auto usual = traced_collectives(run("llama", 3, traced).folder);
+  const auto searched = traced_collectives(run("llama", 3, faulty).folder);
+  std::vector<std::string> more, fewer;
+  std::set_difference(searched.begin(), searched.end(), usual.begin(), usual.end(), std::back_inserter(more));
+  std::set_difference(usual.begin(), usual.end(), searched.begin(), searched.end(), std::back_inserter(fewer));
+  EXPECT_EQ(more, std::vector<std::string>{"all_reduce 24"}) << "a number of each rank";
+  EXPECT_TRUE(fewer.empty()) << fewer.front();
+}
+
 TEST_F(Loop, GradientsThatAreNotFiniteEndTheRunToo) {
   // The first update makes weights so large that a norm overflows on the way back, while the loss is still a number.
   const auto outcome = run("llama", 2, {"optimizer.type=sgd", "optimizer.lr=1e30", "train.clip=0"});
@@ -210,4 +226,4 @@ TEST_F(Loop, CompressionsAndOptimizersTrain) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::loop_test

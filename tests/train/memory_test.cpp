@@ -10,7 +10,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 
-namespace bonfire {
+namespace bonfire::memory_test {
 namespace {
 
 constexpr std::int64_t block = 1 << 20;
@@ -52,7 +52,7 @@ TEST(MemoryCap, RefusesWhatPassesItAndNothingElse) {
       bytes(block + 1);
       ADD_FAILURE() << "the cap was passed";
     } catch (const MemoryRefused& refused) {
-      EXPECT_STREQ(refused.what(), "1.00 MiB beside the 2.00 MiB that are held would pass the cap of 3.00 MiB");
+      EXPECT_STREQ(refused.what(), "allocating 1.00 MiB on top of 2.00 MiB in use would exceed the limit of 3.00 MiB");
     }
     EXPECT_EQ(meter.current(), 2 * block) << "what was refused is not held";
     const auto b = bytes(block);
@@ -93,4 +93,4 @@ TEST(MemoryMeter, ServesTheLibrariesBelowTorch) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::memory_test

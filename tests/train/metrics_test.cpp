@@ -12,12 +12,12 @@
 
 #include "bonfire/base/error.h"
 
-namespace bonfire {
+namespace bonfire::metrics_test {
 namespace {
 
 namespace fs = std::filesystem;
 
-class Metrics : public testing::Test {
+class Metrics : public ::testing::Test {
  protected:
   Metrics() {
     auto pattern = (fs::temp_directory_path() / "bonfire-metrics-XXXXXX").string();
@@ -92,4 +92,4 @@ TEST_F(Metrics, SaysWhichFileCannotBeWritten) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::metrics_test

@@ -13,7 +13,7 @@
 #include "bonfire/train/staged_model.h"
 #include "tests/train/loop_fixture.h"
 
-namespace bonfire {
+namespace bonfire::pipeline_test {
 namespace {
 
 using testing::common;
@@ -22,24 +22,7 @@ using testing::models;
 
 using Overrides = std::vector<std::string>;
 
-class Pipelines : public Loop {
- protected:
-  void expect_like_one_rank(const std::string& model, int ranks, Overrides layout, const Overrides& both = {}) {
-    auto alone = both;
-    alone.push_back("train.eval_every=2");
-    layout.insert(layout.end(), alone.begin(), alone.end());
-    const auto expected = run(model, 1, alone), outcome = run(model, ranks, layout);
-    EXPECT_EQ(outcome.error, "");
-    ASSERT_EQ(outcome.metrics.size(), expected.metrics.size());
-    for (std::size_t step = 0; step < expected.metrics.size(); ++step)
-      for (const auto* key : {"loss", "grad_norm", "eval_loss"}) {
-        if (!expected.metrics[step].contains(key)) continue;
-        const auto value = expected.metrics[step].at(key).get<double>();
-        EXPECT_NEAR(outcome.metrics[step].at(key).get<double>(), value, 1e-5 * std::abs(value))
-            << key << ", step " << step + 1;
-      }
-  }
-};
+class Pipelines : public Loop {};
 
 TEST_F(Pipelines, EveryScheduleHasTheCurveOfOneRank) {
   for (const auto& name : schedule::schedule_names()) {
@@ -53,6 +36,11 @@ TEST_F(Pipelines, WithEveryShardingAndModel) {
     SCOPED_TRACE(model);
     expect_like_one_rank(model, 4, {"layout.pipeline=2", "layout.shard=2", "train.microbatch=6"});
   }
+  // Unit by Unit.
+  for (const auto* prefetch : {"before", "after"})
+    expect_like_one_rank("llama", 4,
+                         {"layout.pipeline=2", "layout.shard=2", "layout.reshard_after_forward=true",
+                          std::string("layout.backward_prefetch=") + prefetch, "train.microbatch=6"});
   for (const auto* what : {"optimizer", "gradients"})
     expect_like_one_rank("gpt2", 4,
                          {"layout.pipeline=2", "layout.shard=2", std::string("layout.sharded=") + what,
@@ -158,7 +146,8 @@ TEST(PipelineKeys, WhatCannotBeIsOneLineBeforeAnythingStarts) {
   EXPECT_EQ(refusal({"layout.pipeline=2", "layout.schedule=2f2b"}, 2),
             "--set layout.schedule=2f2b: layout.schedule = \"2f2b\": no schedule has this name, and there is no such file; "
             "allowed: "
-            "naive | gpipe | 1f1b | interleaved | zb-h1 | zb-h2 | zb-v | a file");
+            "naive | gpipe | 1f1b | interleaved | zb-h1 | zb-h2 | zb-v | pipedream | pipedream-vertical | pipedream-2bw | "
+            "pipedream-flush | a file");
   EXPECT_NE(refusal({"layout.schedule=gpipe"}, 1).find("there is no pipeline"), std::string::npos);
   EXPECT_NE(refusal({"layout.stages=measured"}, 1).find("layout.stages = \"measured\": there is no pipeline"),
             std::string::npos);
@@ -171,9 +160,25 @@ TEST(PipelineKeys, WhatCannotBeIsOneLineBeforeAnythingStarts) {
   EXPECT_NE(refusal({"layout.pipeline=2", "layout.stages=even"}, 2).find("allowed: count | measured | a list of integers"),
             std::string::npos)
       << refusal({"layout.pipeline=2", "layout.stages=even"}, 2);
+  EXPECT_NE(refusal({"layout.pipeline=2", "layout.shard=2", "layout.sharded=parameters", "layout.negotiate_order=true"}, 4)
+                .find("there is nothing to agree on; allowed: false, or layout.pipeline = 1"),
+            std::string::npos);
   EXPECT_NE(refusal({"layout.pipeline=2", "layout.wrap=all"}, 2).find("allowed with: layout.pipeline = 1"),
+            std::string::npos);
+  const Overrides sharded{"layout.pipeline=2", "layout.shard=2", "train.microbatch=6"};
+  const auto with = [&](Overrides more) {
+    more.insert(more.begin(), sharded.begin(), sharded.end());
+    return refusal(more, 4);
+  };
+  EXPECT_NE(with({"layout.backward_prefetch=after"}).find("allowed with: layout.reshard_after_forward = true and"),
+            std::string::npos);
+  EXPECT_EQ(with({"layout.backward_prefetch=after", "layout.reshard_after_forward=true", "model.tied=false"}), "");
+  EXPECT_NE(with({"layout.reshard_after_forward=true", "model.tied=true"}).find("(model.tied = true) is only predicted"),
+            std::string::npos);
+  EXPECT_NE(with({"layout.negotiate_order=true", "layout.reshard_after_forward=true", "model.tied=false"})
+                .find("nothing to agree on"),
             std::string::npos);
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::pipeline_test

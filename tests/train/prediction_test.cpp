@@ -17,7 +17,7 @@
 #include "tests/support/small_net.h"
 
 // What the configuration alone says a rank holds, against the buffers that a rank really has.
-namespace bonfire {
+namespace bonfire::prediction_test {
 namespace {
 
 const std::map<std::string, std::string> models = {
@@ -48,7 +48,7 @@ Held held_by(const Run& run) {
   for (const auto& flat : run.whole().engine.flats()) {
     held.parameters += bytes_of(flat->held(0));
     for (const auto& share : flat->trained()) {
-      if (share.low_precision.defined()) held.parameters += bytes_of(share.master);
+      if (share.low_precision().defined()) held.parameters += bytes_of(share.master);
       held.gradients += bytes_of(share.gradient);
     }
   }
@@ -152,4 +152,4 @@ INSTANTIATE_TEST_SUITE_P(Models, Prediction, ::testing::Values("llama", "gpt2", 
                          [](const auto& info) { return info.param; });
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::prediction_test

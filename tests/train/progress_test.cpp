@@ -4,7 +4,7 @@
 
 #include <vector>
 
-namespace bonfire {
+namespace bonfire::progress_test {
 namespace {
 
 // A line, a screen and a clock that the test moves.
@@ -118,4 +118,4 @@ TEST(Progress, AWindowThatIsMadeNarrowerKeepsOneBar) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::progress_test

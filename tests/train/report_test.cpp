@@ -4,7 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
-namespace bonfire {
+namespace bonfire::report_test {
 namespace {
 
 bool says(const TrainReport& report, const std::string& words) { return summary(report).find(words) != std::string::npos; }
@@ -18,6 +18,15 @@ TEST(Report, CountsInEnglish) {
   EXPECT_TRUE(says(report, "2 steps without an update")) << summary(report);
 }
 
+TEST(Report, SaysThatARunWasResumed) {
+  TrainReport report{.name = "a", .steps = 8, .loss_first = 1.5, .peak_memory_bytes = 1};
+  EXPECT_TRUE(says(report, "1.5000 in the first step, ")) << summary(report);
+  EXPECT_FALSE(nlohmann::json::parse(to_json(report)).contains("resumed_after"));
+  report.resumed_after = 6;
+  EXPECT_TRUE(says(report, "1.5000 in step 7, the first since it was resumed, ")) << summary(report);
+  EXPECT_EQ(nlohmann::json::parse(to_json(report)).at("resumed_after"), 6);
+}
+
 TEST(Report, ClaimsNothingAboutCommunicationThatWasNotMeasured) {
   TrainReport report{.name = "a", .peak_memory_bytes = 1};
   EXPECT_TRUE(nlohmann::json::parse(to_json(report)).at("exposed_communication").is_null());
@@ -28,4 +37,4 @@ TEST(Report, ClaimsNothingAboutCommunicationThatWasNotMeasured) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::report_test

@@ -8,7 +8,7 @@
 #include "tests/train/loop_fixture.h"
 
 // What happens when the system will not write.
-namespace bonfire {
+namespace bonfire::run_file_test {
 namespace {
 using bonfire::testing::FileLimit;
 using bonfire::testing::Folder;
@@ -99,4 +99,4 @@ TEST_F(Loop, ARunThatHasDoneAllItsStepsDoesNotFailForAFile) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::run_file_test

@@ -7,7 +7,7 @@
 #include "bonfire/base/error.h"
 #include "tests/support/shell.h"
 
-namespace bonfire {
+namespace bonfire::run_folder_test {
 namespace {
 namespace fs = std::filesystem;
 
@@ -28,6 +28,18 @@ TEST_F(RunFolder, GetsANumberWhereItExistsAndLatestFollows) {
   EXPECT_EQ(fs::read_symlink(parent_ / "demo-latest"), "demo-3");
 }
 
+TEST_F(RunFolder, ThatIsDiscardedLeavesTheLinkAsItWas) {
+  const fs::path first = make_run_folder(config_), second = make_run_folder(config_), third = make_run_folder(config_);
+  discard_run_folder(config_, second);
+  EXPECT_FALSE(fs::exists(second));
+  EXPECT_EQ(fs::read_symlink(parent_ / "demo-latest"), "demo-3");
+  discard_run_folder(config_, third);
+  EXPECT_FALSE(fs::exists(third));
+  EXPECT_EQ(fs::read_symlink(parent_ / "demo-latest"), "demo");
+  discard_run_folder(config_, first);
+  EXPECT_TRUE(fs::is_empty(parent_));
+}
+
 TEST_F(RunFolder, SomebodyElsesFileIsLeftAlone) {
   fs::create_directories(parent_ / "demo-latest");
   EXPECT_EQ(make_run_folder(config_), parent_ / "demo");
@@ -42,4 +54,4 @@ TEST_F(RunFolder, ThatCannotBeMadeIsTheUsersError) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::run_folder_test

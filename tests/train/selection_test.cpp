@@ -6,7 +6,7 @@
 
 #include <fmt/format.h>
 
-namespace bonfire {
+namespace bonfire::selection_test {
 namespace {
 
 Config config_of(const std::string& text, const std::vector<std::string>& overrides = {}) {
@@ -85,4 +85,4 @@ TEST(Selection, WrappingMovesParametersToTheRoot) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::selection_test

@@ -14,7 +14,7 @@
 #include "tests/train/step_collectives.h"
 
 // The real loop with every setting of the sharding, against one rank.
-namespace bonfire {
+namespace bonfire::sharding_test {
 namespace {
 using testing::common;
 using testing::Loop;
@@ -294,4 +294,4 @@ TEST_F(Loop, TheTraceShowsGathersOnATrackOfTheirOwn) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::sharding_test

@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <vector>
 
-namespace bonfire {
+namespace bonfire::tensorboard_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -93,7 +93,7 @@ Event parse(const std::string& bytes) {
   return event;
 }
 
-class Events : public testing::Test {
+class Events : public ::testing::Test {
  protected:
   Events() {
     auto pattern = (fs::temp_directory_path() / "bonfire-events-XXXXXX").string();
@@ -156,4 +156,4 @@ TEST_F(Events, TwoWritersOfOneSecondHaveTwoFiles) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::tensorboard_test

@@ -13,7 +13,7 @@
 #include "tests/support/ranks.h"
 #include "tests/support/shell.h"
 
-namespace bonfire {
+namespace bonfire::tracer_test {
 namespace {
 namespace fs = std::filesystem;
 
@@ -115,4 +115,4 @@ TEST(Report, ALossThatIsNoNumberIsStillJson) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::tracer_test
