@@ -1,5 +1,6 @@
-// A model that no rank could hold whole: inside the scope of `Build` each Unit is cut into shares before its constructor
-// returns, so a rank never has more than its shares and the Unit that is being built.
+// A model that is too large for one rank: inside a `Build` scope each Unit is sharded before its constructor returns, so a
+// rank never holds more than its shards and the Unit under construction. While it trains, each Unit keeps only its input for
+// backward, where it runs again.
 #include <cstdio>
 #include <optional>
 
@@ -16,6 +17,7 @@ int main(int argc, char** argv) {
     auto model = example::Mlp(/*seed=*/1, /*width=*/128, /*depth=*/6);
     building.reset();
     auto engine = bonfire::shard(mesh, model, options);
+    const bonfire::RecomputedUnits recomputed(model);
     auto optimizer = bonfire::AdamW(engine, {.lr = 1e-3});
     for (std::int64_t step = 0; step < steps; ++step) {
       auto [x, y] = example::samples(step * batch + world.rank() * mine, mine, world.device());

@@ -1,5 +1,5 @@
-// Data parallelism in a program of your own. It runs alone, and unchanged under `bonfire launch -n 2 -- data_parallel`,
-// torchrun, Slurm or mpirun, and the number of ranks changes nothing but the time: the loss is the same.
+// Data parallelism in your own program. Run it directly for one rank, or unchanged on several ranks with torchrun, Slurm,
+// mpirun or `bonfire launch -n 2 -- data_parallel`. The loss is the same for any number of ranks.
 #include <cstdio>
 
 #include "examples/teacher.h"

@@ -1,5 +1,6 @@
-// Partial fine-tuning, fully sharded: at first only the last layer is trained; then the rest thaws and joins with a tenth of
-// the learning rate and without weight decay. What is frozen has no gradient, no optimizer state and no part in reductions.
+// Partial fine-tuning, fully sharded: at first only the last layer is trained; then the rest is unfrozen and trained with a
+// tenth of the learning rate and without weight decay. Frozen parameters have no gradients and no optimizer state, and are
+// not reduced.
 #include <cstdio>
 
 #include "examples/teacher.h"

@@ -1,5 +1,5 @@
-// The same as data_parallel.cpp, with parameters, gradients and optimizer state divided among the ranks: one line of code
-// differs. The loss is the same; each of N ranks holds 1/N of the state of the model.
+// The same as data_parallel.cpp, with parameters, gradients and optimizer state sharded over all ranks: one line of code
+// differs. The loss is the same; each of N ranks holds 1/N of the model state.
 #include <cstdio>
 
 #include "examples/teacher.h"

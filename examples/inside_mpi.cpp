@@ -1,5 +1,5 @@
-// Training inside a program that is MPI's: it owns main, the ranks and their numbers, and goes on after training. MPI
-// carries only the invitation; gradients go over Bonfire's own connections.
+// Training inside an existing MPI program, which has its own main, assigns the ranks, and continues after training. MPI is
+// used only to exchange an address and a token; gradients go over Bonfire's own connections.
 //   mpirun -n 2 inside_mpi
 #include <mpi.h>
 
@@ -37,7 +37,7 @@ int main(int argc, char** argv) {
   MPI_Init(&argc, &argv);
   const double mine = train(bonfire::world_from_mpi(MPI_COMM_WORLD));
 
-  // What MPI does is still MPI's.
+  // MPI still works as before.
   double worst = 0;
   int rank = 0;
   MPI_Reduce(&mine, &worst, 1, MPI_DOUBLE, MPI_MAX, 0, MPI_COMM_WORLD);

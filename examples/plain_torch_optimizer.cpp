@@ -1,5 +1,5 @@
-// The same with an optimizer of torch's: after engine.backward() every gradient is the average over the ranks, so whatever
-// reads gradients works.
+// The same as data_parallel.cpp with a torch::optim optimizer: after engine.backward() every gradient is the average over
+// the ranks, so any code that reads gradients works.
 #include <cstdio>
 
 #include <torch/optim/adamw.h>

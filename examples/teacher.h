@@ -10,14 +10,14 @@
 #include <torch/nn/module.h>
 #include <torch/nn/modules/linear.h>
 
-// What the examples learn: a function of eight numbers, from samples that are made as they are needed.
+// The task of the examples: learning a function of eight numbers, from samples generated on demand.
 namespace example {
 
-// A layer is the sharding unit, like an FSDP-wrapped module. Where parameters are not sharded TORCH_MODULE would do as well.
+// A layer is the sharding unit, like an FSDP-wrapped module. If parameters are not sharded, TORCH_MODULE works too.
 struct LayerImpl : torch::nn::LinearImpl {
   LayerImpl(const bonfire::Random& random, std::int64_t inputs, std::int64_t outputs) : LinearImpl(inputs, outputs) {
-    // Weights from a counter-based generator: the same in every run, so that runs can be compared. Torch's own initial
-    // values would do as well; all ranks start from rank 0's.
+    // Weights from a counter-based generator: the same in every run, so that runs can be compared. Torch's own
+    // initialisation works too; all ranks start from rank 0's weights.
     const at::NoGradGuard no_grad;
     for (auto& item : named_parameters()) {
       const bonfire::Random own = random.fork(item.key());
@@ -57,8 +57,8 @@ struct Batch {
   at::Tensor x, y;
 };
 
-// Samples `first` and the `count - 1` after it, on `device`. A sample depends on its number alone, so ranks need only agree
-// on who takes which.
+// Samples `first` and the `count - 1` after it, on `device`. A sample depends only on its number, so ranks need to
+// agree only on who takes which.
 inline Batch samples(std::int64_t first, std::int64_t count, c10::Device device) {
   const bonfire::Random random(7);
   Batch batch{at::empty({count, 8}), at::empty({count, 1})};

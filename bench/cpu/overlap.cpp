@@ -1,5 +1,5 @@
-// Does communication hide behind backward, and does adding ranks help as much as arithmetic says? Blocks that sleep in
-// place of computing make both measurable on any machine, whatever its cores: sleeping ranks do not disturb each other.
+// Does communication overlap with backward, and is the speed-up with more ranks as predicted? Blocks that sleep instead of
+// computing make both measurable on any machine, however few cores it has: sleeping ranks do not slow each other down.
 //
 //   bench_overlap [--repeats 5]
 //
@@ -119,12 +119,12 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
 
   std::printf(
-      "overlap: 2 ranks, %d blocks of %.0f ms forward and %.0f ms backward, one reduction each; median of %d [least, "
-      "most]\n\n",
+      "Overlap: 2 ranks; %d synthetic blocks that sleep for %.0f ms in forward and %.0f ms in backward, with one reduction "
+      "each. Median of %d [minimum, maximum].\n\n",
       blocks, forward_seconds * 1e3, backward_seconds * 1e3, repeats);
   const double plain = measure({2, 1, {}}, repeats).median;
   std::printf(
-      "| delay of each reduction | sum of delays | step | grows by | predicted step | exposed communication "
+      "| delay per reduction | sum of delays | step | increase | predicted step | exposed communication "
       "|\n|---|---|---|---|---|---|\n");
   for (const double delay : {0.0, 0.020, 0.040, 0.070, 0.120}) {
     const Setting setting{2, 1, {.latency_seconds = delay}};
@@ -134,8 +134,9 @@ int main(int argc, char** argv) {
                 (timing.median - plain) * 1e3, predict(setting) * 1e3, 100 * (timing.median - plain) / timing.median);
   }
 
-  std::printf("\nspeed-up: one batch of 8 microbatches divided among the ranks, link of 1 ms and 100 MB/s\n\n");
-  std::printf("| ranks | step | speed-up | predicted | off by |\n|---|---|---|---|---|\n");
+  std::printf(
+      "\nSpeed-up: one batch of 8 microbatches divided among the ranks, over an emulated link of 1 ms and 100 MB/s.\n\n");
+  std::printf("| ranks | step | speed-up | predicted | difference |\n|---|---|---|---|---|\n");
   double alone = 0, alone_predicted = 0;
   for (const int ranks : {1, 2, 4, 8}) {
     const Setting setting{ranks, 8 / ranks, {.latency_seconds = 1e-3, .bytes_per_second = 1e8}};

@@ -1,12 +1,10 @@
-// How long do schedules really take? Units that sleep in place of computing, on four pipeline ranks, beside what the clock
-// says of the same table.
+// How long do schedules really take? Units that sleep instead of computing, on four pipeline ranks, compared with the
+// simulation of the same table.
 //
 //   bench_pipeline [--repeats 5] [--seconds 0.02]
 //
-// Ranks are threads. The clock is given what a forward and the halves of a backward were measured to take in the same run.
-// A step is from the moment when the last rank is ready to the moment when the last rank has ended; "spread" is between the
-// shortest and the longest of the repeats. The bubble is the idle part of all ranks' time in the step; "rank's" is that of
-// the rank which is occupied longest, from its own first computation to its last, as the zero-bubble paper counts.
+// Ranks are threads. The simulation uses the times of a forward and of the halves of a backward measured in the same run. A
+// step lasts from the moment when the last rank is ready to the moment when the last rank has ended.
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -179,9 +177,14 @@ int main(int argc, char** argv) {
     if (!std::strcmp(argv[at], "--seconds")) seconds = std::atof(argv[at + 1]);
   }
   at::set_num_threads(1);
-  std::printf("%d ranks, forward of a stage %.0f ms, each half of its backward as long\n", ranks, 1e3 * seconds);
-  std::printf("%-12s %4s %10s %10s %8s %9s %9s %9s %9s\n", "schedule", "m", "clock ms", "step ms", "ratio", "spread %",
-              "bubble", "clock's", "rank's");
+  std::printf(
+      "%d ranks; synthetic Units that sleep for %.0f ms in the forward of a stage and in each half of its backward. m: "
+      "microbatches. simulated, measured: milliseconds per step. spread: between the shortest and the longest of the "
+      "repeats. bubble: idle part of all ranks' time, measured and simulated. busiest: bubble of the rank that is occupied "
+      "longest, from its first computation to its last, as the zero-bubble paper counts it.\n\n```\n",
+      ranks, 1e3 * seconds);
+  std::printf("%-12s %4s %10s %10s %8s %9s %9s %9s %9s\n", "schedule", "m", "simulated", "measured", "ratio", "spread %",
+              "bubble", "simulated", "busiest");
   const auto row = [&](const std::string& name, int microbatches) {
     const auto table =
         schedule::generate(name, {.ranks = ranks, .microbatches = microbatches, .chunks = schedule::natural_chunks(name)});
@@ -194,4 +197,5 @@ int main(int argc, char** argv) {
   for (const auto& name : schedule::schedule_names())
     for (const int microbatches : {8, 16, 32}) row(name, microbatches);
   row("zb-h2", 24);
+  std::printf("```\n");
 }

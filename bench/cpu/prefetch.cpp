@@ -1,10 +1,10 @@
-// How much of the communication of sharded parameters does gathering ahead hide? Units that sleep in place of computing, on
-// four ranks, over an emulated link that every gather and every reduction queues on.
+// How much of the communication of sharded parameters does prefetching hide? Units that sleep instead of computing, on four
+// ranks, over an emulated link on which every all-gather and every reduction queues.
 //
 //   bench_prefetch [--repeats 5]
 //
-// Ranks are threads. "Predicted" is plan's time of a step with one compute and one communication stream, from what a Unit's
-// forward and backward were measured to take in the same run, and from what the link says of each collective.
+// Ranks are threads. "Predicted" is plan's time of a step with one compute and one communication stream, from the measured
+// forward and backward times of a Unit in the same run and the link's time for each collective.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -134,7 +134,7 @@ double predict(const Setting& setting, const plan::UnitCost& unit) {
   const auto over = [&](CollectiveKind kind) {
     return seconds_over(setting.link, {kind, Axis::shard, elements * 4}, ranks);
   };
-  std::vector<plan::CourseUnit> units;
+  std::vector<plan::StepUnit> units;
   // Buffers are numbered as backward finishes them.
   for (std::size_t at = 0; at < blocks; ++at) units.push_back({.flat = blocks - 1 - at, .writes = {blocks - 1 - at}});
   const plan::DataParallel layout{.shard = ranks,
@@ -158,18 +158,16 @@ int main(int argc, char** argv) {
 
   const auto plain = measure({.prefetch = 2}, repeats);
   std::printf(
-      "Parameters sharded over %d ranks, freed after forward; %d Units that sleep %.0f ms in forward and %.0f ms in "
-      "backward, "
-      "one gather in forward, one in backward (but the last Unit) and one reduction each. Median of %d [least, most]. "
-      "Without "
-      "a link a step takes %.1f ms, and a Unit %.2f and %.2f ms. The prediction knows what Units took in the same run and "
-      "what "
-      "the link says of a collective, and no step; exposed is what a step takes longer than its Units.\n\n",
+      "Parameters sharded over %d ranks and freed after forward; %d synthetic Units that sleep for %.0f ms in forward and "
+      "%.0f ms in backward, with one all-gather in forward, one in backward (except for the last Unit) and one reduction "
+      "each. Median of %d [minimum, maximum]. Without an emulated link a step takes %.1f ms, and a Unit %.2f and %.2f ms. "
+      "The prediction uses the times of single Units from the same run and the link's time per collective, but no measured "
+      "step. Exposed communication is the time by which a step exceeds the sum of its Units.\n\n",
       ranks, blocks, forward_seconds * 1e3, backward_seconds * 1e3, repeats, plain.median * 1e3, plain.unit.forward * 1e3,
       plain.unit.backward * 1e3);
   std::printf(
-      "| each collective | sum of them | prefetch | in backward | step | exposed communication | predicted step | predicted "
-      "exposed | step off by |\n|---|---|---|---|---|---|---|---|---|\n");
+      "| time per collective | sum | prefetch | backward prefetch | step | exposed communication | predicted step | "
+      "predicted exposed | difference |\n|---|---|---|---|---|---|---|---|---|\n");
   double worst = 0;
   for (const double delay : {0.015, 0.035, 0.050})
     for (const int prefetch : {0, 1, 2, 4})
@@ -181,7 +179,7 @@ int main(int argc, char** argv) {
         worst = std::max(worst, std::abs(off));
         std::printf("| %.0f ms | %.0f ms | %d | %s | %.1f ms [%.1f, %.1f] | %.1f ms | %.1f ms | %.1f ms | %+.1f %% |\n",
                     delay * 1e3, delay * (3 * blocks - 1) * 1e3, prefetch,
-                    when == BackwardPrefetch::before_reduction ? "before the reduction" : "after it", timing.median * 1e3,
+                    when == BackwardPrefetch::before_reduction ? "before reduction" : "after reduction", timing.median * 1e3,
                     timing.least * 1e3, timing.most * 1e3, (timing.median - compute) * 1e3, predicted * 1e3,
                     (predicted - compute) * 1e3, off * 1e2);
         std::fflush(stdout);

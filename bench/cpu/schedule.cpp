@@ -1,4 +1,4 @@
-// What planning a pipeline costs: making a schedule, adding its messages, checking it and running the clock on it.
+// The cost of planning a pipeline: generating a schedule, adding its messages, validating and simulating it.
 //
 //   bench_schedule [--repeats 5]
 #include <algorithm>
@@ -16,7 +16,7 @@
 #include "bonfire/base/size.h"
 #include "bonfire/schedule/clock.h"
 #include "bonfire/schedule/generate.h"
-#include "bonfire/schedule/passes.h"
+#include "bonfire/schedule/lowering.h"
 #include "bonfire/schedule/timeline.h"
 #include "bonfire/schedule/validate.h"
 
@@ -73,14 +73,14 @@ void measure_clock(int tasks, int repeats) {
     }
     clock.run();
   });
-  fmt::print("\nclock: {} tasks on two resources, issued and run: {} ms\n", format_count(tasks), text(cost));
+  fmt::print("\nSimulator: {} tasks on two resources, issued and run: {} ms\n", format_count(tasks), text(cost));
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   const int repeats = argc == 3 && std::strcmp(argv[1], "--repeats") == 0 ? std::max(1, std::atoi(argv[2])) : 5;
-  fmt::print("planning: milliseconds of {} runs: median [least] by the clock on the wall, median of processor time\n\n",
+  fmt::print("Planning, in milliseconds over {} runs: median [minimum] of wall-clock time, then median of CPU time.\n\n",
              repeats);
   fmt::print("| schedule | ranks | chunks | microbatches | cells | generate | add messages | validate | sum | simulate |\n");
   fmt::print("|---|---|---|---|---|---|---|---|---|---|\n");

@@ -1,8 +1,9 @@
 // What the engine costs on a GPU: forward and backward of a Llama-shaped model in bf16 without an engine, with one, and as
 // one of several ranks that hold shares of it; and the host's time in the engine for each Unit of a step.
 //
-//   bench_engine [--layers 16] [--dim 2048] [--sequence 4096] [--batch 1] [--repeats 10] [--rounds 5]
+//   bench_engine [--layers 16] [--dim 2048] [--sequence 4096] [--vocab 128256] [--batch 1] [--repeats 10] [--rounds 5]
 //   bonfire launch -n 2 -- bench_engine --layers 4 …      (ranks may share a GPU; then only the host's time means something)
+//   bench_engine --cpu 1 --layers 8 --dim 64 --sequence 32 --vocab 256   (the host's time, without a GPU)
 //
 // Without an engine gradients are autograd's own, in bf16; with one they are written to the flat fp32 buffer by the
 // products.
@@ -30,7 +31,8 @@ using namespace bonfire;
 
 struct Arguments {
   std::int64_t layers = 16, dim = 2048, sequence = 4096, batch = 1;
-  int repeats = 10, rounds = 5;
+  std::int64_t vocab = 128256;
+  int repeats = 10, rounds = 5, cpu = 0;
 };
 
 struct Spread {
@@ -49,7 +51,7 @@ plan::ModelSpec spec_of(const Arguments& arguments) {
           .heads = arguments.dim / 64,
           .kv_heads = std::max<std::int64_t>(1, arguments.dim / 256),
           .ffn = 4 * arguments.dim,
-          .vocab = 128256,
+          .vocab = arguments.vocab,
           .positions = arguments.sequence};
 }
 
@@ -60,7 +62,7 @@ class Bench {
         arguments_(arguments),
         tokens_(at::arange(arguments.batch * arguments.sequence, at::TensorOptions(at::kLong).device(world.device()))
                     .mul(977)
-                    .remainder(100000)
+                    .remainder(std::min<std::int64_t>(100000, arguments.vocab))
                     .view({arguments.batch, arguments.sequence})) {}
 
   void add_bare() {
@@ -155,6 +157,8 @@ int main(int argc, char** argv) {
     if (is("--batch")) arguments.batch = value;
     if (is("--repeats")) arguments.repeats = static_cast<int>(value);
     if (is("--rounds")) arguments.rounds = static_cast<int>(value);
+    if (is("--vocab")) arguments.vocab = value;
+    if (is("--cpu")) arguments.cpu = static_cast<int>(value);
   }
   return launch(argc, argv,
                 [&](World& world) {
@@ -168,7 +172,8 @@ int main(int argc, char** argv) {
                   }
                   bench.run();
                 },
-                {.device = [](const Environment& place) {
+                {.device = [&](const Environment& place) {
+                  if (arguments.cpu) return c10::Device(c10::kCPU);
                   require(gpu_available(), "{}", gpu_unavailable_reason());
                   return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(place.local_rank % gpu_count()));
                 }});

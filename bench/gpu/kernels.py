@@ -72,21 +72,21 @@ def measure(table, model, ours):
     table.moves(model, "scaled_into_", [(rows, dim)] * 2, lambda out, x: ours.scaled_into_(out, x, factor), moved * 2 * dim)
     if llama:
         table.moves(model, "rms_norm", [(rows, dim)], lambda x: ours.rms_norm(x, None, weight, 1e-5), moved * 2 * dim)
-        table.moves(model, "rms_norm_backward and norm again", [(rows, dim)] * 3,
+        table.moves(model, "rms_norm_backward, with the norm recomputed", [(rows, dim)] * 3,
                     lambda dy, ds, x: ours.rms_norm_backward(dy, ds, x, weight, rstd, True), moved * 5 * dim)
         cosine = torch.rand(shape["sequence"], size // 2, device="cuda")
-        table.moves(model, "split_qkv_ (rotation in place)", [(shape["batch"], shape["sequence"], packed)],
+        table.moves(model, "split_qkv_ (rotary in place)", [(shape["batch"], shape["sequence"], packed)],
                     lambda qkv: ours.split_qkv_(qkv, cosine, cosine, heads, kv), moved * 2 * (heads + kv) * size)
-        table.moves(model, "turn_back_qkv_ (rotation back)", [(shape["batch"], shape["sequence"], packed)],
+        table.moves(model, "turn_back_qkv_ (inverse rotary)", [(shape["batch"], shape["sequence"], packed)],
                     lambda qkv: ours.turn_back_qkv_(qkv, cosine, cosine, heads, kv), moved * 2 * (heads + kv) * size)
         table.moves(model, "swiglu", [(rows, wide)], ours.swiglu, moved * 3 * ffn)
-        table.moves(model, "swiglu_backward_ and swiglu again", [(rows, ffn), (rows, wide)], ours.swiglu_backward_, moved * 6 * ffn)
+        table.moves(model, "swiglu_backward_, with swiglu recomputed", [(rows, ffn), (rows, wide)], ours.swiglu_backward_, moved * 6 * ffn)
     else:
         table.moves(model, "layer_norm", [(rows, dim)], lambda x: ours.layer_norm(x, weight, weight, 1e-5), moved * 2 * dim)
-        table.moves(model, "layer_norm_backward, norm again, sums", [(rows, dim)] * 3,
+        table.moves(model, "layer_norm_backward, with the norm recomputed and its result summed", [(rows, dim)] * 3,
                     lambda dy, ds, x: ours.layer_norm_backward(dy, ds, x, weight, rstd, rstd, weight, True), moved * 5 * dim)
         table.moves(model, "gelu", [(rows, ffn)], ours.gelu, moved * 2 * ffn)
-        table.moves(model, "gelu_backward_ and gelu again, sums", [(rows, ffn)] * 2, ours.gelu_backward_, moved * 4 * ffn)
+        table.moves(model, "gelu_backward_, with gelu recomputed and the result summed", [(rows, ffn)] * 2, ours.gelu_backward_, moved * 4 * ffn)
         table.moves(model, "column_sums", [(rows, packed)], ours.column_sums, moved * packed)
         table.moves(model, "packed_attention_sums", [(shape["batch"], shape["sequence"], n) for n in (packed, dim)],
                     lambda d_qkv, d_out: ours.packed_attention_sums(d_qkv, d_out, heads, kv), moved * 2 * dim)
@@ -94,7 +94,7 @@ def measure(table, model, ours):
     table.moves(model, "cross_entropy_, 8192 rows", [(8192, vocab)], lambda x: ours.cross_entropy_(x, target, -100), 8192 * vocab * 4, 2)
     history = torch.ones(16, device="cuda")
     for columns in (dim, wide):
-        table.moves(model, f"fp8_quantize of {columns}, both ways", [(rows, columns)],
+        table.moves(model, f"fp8_quantize of {columns}, with transpose", [(rows, columns)],
                     lambda x: ours.fp8_quantize(x, history, None, 0, False, False, True, True), moved * 2 * columns, 3)
     tokens, embedding = torch.randint(vocab, (rows,), device="cuda"), torch.zeros(vocab, dim, device="cuda")
     table.moves(model, "embedding_add_, with sorting", [(rows, dim)], lambda x: ours.embedding_add_(embedding, tokens, x), rows * dim * 10)
@@ -157,7 +157,7 @@ def markdown(table, bounds):
     """The table of bench/results/gpu_kernels.md."""
     lines = []
     for model in dict.fromkeys(row["model"] for row in table.rows):
-        lines += [f"## {model or 'All models'}", "| kernel | us | | of the peak |", "|---|---|---|---|"]
+        lines += [f"## {model or 'All models'}", "| kernel | us | | of peak |", "|---|---|---|---|"]
         for row in (row for row in table.rows if row["model"] == model):
             bytes_moved = "bytes_per_second" in row
             speed = row["bytes_per_second" if bytes_moved else "flops"] * 1e-12
@@ -165,8 +165,8 @@ def markdown(table, bounds):
             lines.append(f"| {row['kernel']} | {row['us']:.1f} | {shown} | {row['of_peak']:.1%} |")
         if model in bounds:
             limit = bounds[model]
-            lines += ["", f"Limits of a step, ms: {limit['limit_ms']:.1f} for library kernels ({limit['library_ms']:.1f}) and AdamW's bytes; "
-                      f"{limit['limit_with_rest_ms']:.1f} with the bytes of norms, activations, rotation and loss."]
+            lines += ["", f"Lower limits for a step, in ms: {limit['limit_ms']:.1f} for library kernels ({limit['library_ms']:.1f}) and AdamW's memory traffic; "
+                      f"{limit['limit_with_rest_ms']:.1f} with the traffic of norms, activations, rotary embeddings and loss."]
         lines.append("")
     return "\n".join(lines)
 

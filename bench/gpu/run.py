@@ -1,9 +1,9 @@
-"""Bonfire beside PyTorch on one GPU: three models of one shape, data size, precision, optimizer and clipping, all in one run.
+"""Compares Bonfire with PyTorch on one GPU: three models, each with the same shape, batch, precision, optimizer and clipping.
 
     python3 bench/gpu/run.py --build build [--repeats 2] [--steps 10] [--model llama_1_5b] [--without eager] [--all-breakdowns]
-Programs take turns, so that what else the machine does hits all of them; the first steps of each are not counted. Bonfire is
-`bonfire bench step`, the loop of `bonfire train`. One more run of a program notes its kernels (libkernel_times.so). The
-limits are those of kernels.py, measured in between. Writes gpu_models.json and gpu_models.md to --results.
+Runs are interleaved, so that other load on the machine affects all programs; the first steps of each are not counted. Bonfire runs as
+`bonfire bench step`, the loop of `bonfire train`. One more run of each program records its kernels (libkernel_times.so). The lower
+limits come from kernels.py, which runs at the end. Writes gpu_models.json and gpu_models.md to --results.
 """
 import argparse
 import json
@@ -20,10 +20,10 @@ sys.path.insert(0, str(HERE.parent / "peers"))
 from train_gpu import MODELS  # noqa: E402
 
 PEAK = 989e12
-KINDS = [("products, activations within them", r"nvjet|gemm|cutlass|splitK|cublas|edge_kernel"), ("attention", r"sdpa|flash|fmha|cudnn"),
-         ("optimizer, norm of gradients", r"[Aa]dam|squares|sum_kernel|multi_tensor|lpnorm"),
-         ("loss", r"cross_entropy|streamed_kernel|log_softmax|nll_loss"), ("to eight bits", r"quantize|magnitude"), ("copies and fills", r"^(copy|fill)$"),
-         ("norms, activations, rotation, the rest", r"")]
+KINDS = [("matrix products, with fused activations", r"nvjet|gemm|cutlass|splitK|cublas|edge_kernel"), ("attention", r"sdpa|flash|fmha|cudnn"),
+         ("optimizer, gradient norm", r"[Aa]dam|squares|sum_kernel|multi_tensor|lpnorm"),
+         ("loss", r"cross_entropy|streamed_kernel|log_softmax|nll_loss"), ("rounding to fp8", r"quantize|magnitude"), ("copies and fills", r"^(copy|fill)$"),
+         ("norms, activations, rotary, rest", r"")]
 # What Bonfire is told beside its file: to keep what there is memory for, within what torch.compile takes; for the largest
 # model, that gradients are kept as the products round them, in bf16, as autocast leaves them in PyTorch.
 SETTINGS = {"llama_1_5b": {"train.microbatch": 4, "train.gradient_precision": "bf16", "train.keep_for_backward": "activations"},
@@ -81,7 +81,7 @@ def table(model, results, limits):
     tokens = MODELS[model]["batch"] * MODELS[model]["sequence"]
     compiled = results.get("torch.compile", {}).get("runs")
     base = statistics.median(run["step_ms"] for run in compiled) if compiled else None
-    lines = [f"## {model}", "", "| | tokens/s | step, ms: median of runs | smallest | largest | over torch.compile | MFU | peak memory, GiB |",
+    lines = [f"## {model}", "", "| | tokens/s | step, ms: median of runs | smallest | largest | relative to torch.compile | MFU | peak memory, GiB |",
              "|---|---|---|---|---|---|---|---|"]
     for name, result in results.items():
         steps = [run["step_ms"] for run in result["runs"]]
@@ -92,12 +92,12 @@ def table(model, results, limits):
         lines.append(f"| {name} | {tokens / step * 1e3:,.0f} | {step:.2f} | {min(steps):.2f} | {max(steps):.2f} | "
                      f"{f'{base / step:.3f}' if base else ''} | {flops(model) / step / PEAK * 1e3:.1%} | {memory:.2f} |")
     if limits:
-        lines += ["", f"Limits of bf16: {limits['limit_ms']:.1f} ms ({tokens / limits['limit_ms'] * 1e3:,.0f} tokens/s) for library kernels back "
-                  f"to back and AdamW's bytes; {limits['limit_with_rest_ms']:.1f} ms ({tokens / limits['limit_with_rest_ms'] * 1e3:,.0f}) with the "
-                  "bytes of norms, activations, rotation and loss."]
+        lines += ["", f"Lower limits in bf16: {limits['limit_ms']:.1f} ms ({tokens / limits['limit_ms'] * 1e3:,.0f} tokens/s) for library kernels back "
+                  f"to back and AdamW's memory traffic; {limits['limit_with_rest_ms']:.1f} ms ({tokens / limits['limit_with_rest_ms'] * 1e3:,.0f}) with the "
+                  "traffic of norms, activations, rotary embeddings and loss."]
     shown = {name: result["breakdown"] for name, result in results.items() if result.get("breakdown")}
     if shown:
-        lines += ["", "| ms of a step | " + " | ".join(shown) + " |", "|---|" + "---|" * len(shown)]
+        lines += ["", "| ms per step | " + " | ".join(shown) + " |", "|---|" + "---|" * len(shown)]
         for kind, _ in KINDS:
             lines.append(f"| {kind} | " + " | ".join(f"{of['kinds'][kind]:.1f}" for of in shown.values()) + " |")
         lines.append("| idle | " + " | ".join(f"{of['idle_ms']:.1f}" for of in shown.values()) + " |")
@@ -108,10 +108,10 @@ def write(options, results, limits):
     machine = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True,
                              text=True).stdout.strip()
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    lines = ["# Three models on one GPU, beside PyTorch", "",
-             f"{options.repeats} runs in turn of {options.steps} steps each; a run's figure is the median of its steps. {machine}; commit {commit}.",
-             "MFU: three times the forward operations (two per weight of a product and token, and attention's causal products; not the "
-             "embedding), over 989 TFLOP/s of bf16, also for fp8.", ""]
+    lines = ["# Three models on one GPU, compared with PyTorch", "",
+             f"{options.repeats} interleaved runs of {options.steps} steps each; the figure of a run is the median of its steps. {machine}; commit {commit}.",
+             "MFU: three times the forward FLOPs (two per weight and token in matrix products, plus causal attention; without the "
+             "embedding), relative to 989 TFLOP/s of bf16, also for fp8.", ""]
     for model in results:
         lines += table(model, results[model], limits.get(model))
     lines += ["Commands:", "```sh", *(result["command"] for model in results for result in results[model].values()), "```", ""]

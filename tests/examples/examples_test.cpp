@@ -10,7 +10,7 @@
 
 #include "tests/support/shell.h"
 
-namespace bonfire {
+namespace bonfire::examples_test {
 namespace {
 
 using testing::run_shell;
@@ -45,6 +45,15 @@ TEST_P(Example, LearnsAloneAndAlikeOnTwoAndFourRanks) {
     expect_near(losses(fmt::format("'{}/bonfire' launch -n {} -- {}", BONFIRE_BUILD_DIR, ranks, program())), alone);
 }
 
+// One, two and four workers, and a server.
+TEST(Examples, LearnWithAParameterServerAsTheyDoAlone) {
+  const auto alone = losses(BONFIRE_BUILD_DIR "/example_data_parallel");
+  for (const int ranks : {2, 3, 5})
+    expect_near(
+        losses(fmt::format("'{0}/bonfire' launch -n {1} -- '{0}/example_parameter_server'", BONFIRE_BUILD_DIR, ranks)),
+        alone);
+}
+
 TEST(Examples, LearnInsideAnMpiProgramAsTheyDoAlone) {
 #ifdef BONFIRE_MPIEXEC
   const auto alone = losses(BONFIRE_BUILD_DIR "/example_data_parallel");
@@ -54,6 +63,45 @@ TEST(Examples, LearnInsideAnMpiProgramAsTheyDoAlone) {
 #else
   GTEST_SKIP() << "no MPI was found";
 #endif
+}
+
+// Killed once something is saved, and continued on one rank and on two, it ends where an undisturbed run does.
+TEST(Examples, ThatAreKilledContinueWhereTheySaved) {
+  const testing::Folder folder;
+  const std::string program = "'" BONFIRE_BUILD_DIR "/example_checkpoint' ", interrupted = folder / "interrupted";
+  const auto killed = run_shell(fmt::format(
+      "{0} {1} 1000000000 & until [ -e {1}/latest ]; do kill -0 $! || exit 7; sleep 0.02; done; kill -KILL $!; wait $!",
+      program, interrupted));
+  ASSERT_EQ(killed.code, 137) << killed.output;
+  std::string latest = run_shell("cat " + interrupted + "/latest").output;
+  const auto steps = std::stoll(latest.substr(5)) + 70;
+  const auto undisturbed = losses(fmt::format("{} {} {}", program, folder / "undisturbed", steps));
+  for (const char* launcher : {"", "'" BONFIRE_BUILD_DIR "/bonfire' launch -n 2 -- "}) {
+    run_shell(fmt::format("rm -rf {0}2; cp -r {0} {0}2", interrupted));
+    expect_near(losses(fmt::format("{}{} {}2 {}", launcher, program, interrupted, steps)), undisturbed);
+  }
+}
+
+// A checkpoint of one example is what another one adapts, alone and on two ranks; that saves the adapters alone.
+TEST(Examples, AdaptersLearnOverACheckpoint) {
+  const testing::Folder folder;
+  const auto begun =
+      run_shell(fmt::format("timeout 100 '" BONFIRE_BUILD_DIR "/example_checkpoint' {} 300", folder / "base"));
+  ASSERT_EQ(begun.code, 0) << begun.output;
+  std::vector<double> alone;
+  for (const char* launcher : {"", "'" BONFIRE_BUILD_DIR "/bonfire' launch -n 2 -- "}) {
+    const auto to = folder / (*launcher ? "two" : "one");
+    const auto seen =
+        losses(fmt::format("{}'" BONFIRE_BUILD_DIR "/example_adapters' {}/step-00000300 {}", launcher, folder / "base", to));
+    if (alone.empty()) alone = seen;
+    ASSERT_EQ(alone.size(), 3u);
+    EXPECT_LT(alone.back(), 0.2 * alone.front());
+    expect_near(seen, alone);
+    const auto shown = run_shell(fmt::format("'" BONFIRE_BUILD_DIR "/bonfire' checkpoint inspect {}/step-00000151", to));
+    EXPECT_NE(shown.output.find("hidden0.adapter.a"), std::string::npos) << shown.output;
+    EXPECT_NE(shown.output.find("state base: checksum = "), std::string::npos) << shown.output;
+    EXPECT_EQ(shown.output.find("hidden0.weight"), std::string::npos) << shown.output;
+  }
 }
 
 // The lines of an example that a compiler sees.
@@ -101,8 +149,8 @@ TEST(Examples, WhatIsFrozenHasNoOptimizerState) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Example,
-                         ::testing::Values("big_model", "data_parallel", "fine_tune", "fully_sharded",
-                                           "plain_torch_optimizer"));
+                         ::testing::Values("big_model", "data_parallel", "fine_tune", "fully_sharded", "pipeline",
+                                           "plain_torch_optimizer", "torch_data"));
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::examples_test

@@ -9,7 +9,7 @@
 #include "tests/house/house_rules.h"
 #include "tests/support/shell.h"
 
-namespace bonfire::house {
+namespace bonfire::house::house_test {
 namespace {
 
 const std::vector<File>& tree() {
@@ -43,8 +43,21 @@ TEST(House, LinksLeadSomewhere) {
   expect_no_fault([](const File& file) { return link_faults(file, BONFIRE_SOURCE_DIR); });
 }
 
+// So that several can be compiled as one.
+TEST(House, EveryTestFileHasANamespaceOfItsOwn) {
+  int seen = 0;
+  for (const auto& file : tree()) {
+    const std::filesystem::path path(file.path);
+    if (!file.path.starts_with("tests/") || !file.path.ends_with("_test.cpp")) continue;
+    ++seen;
+    EXPECT_NE(file.text.find("::" + path.stem().string() + " {\n"), std::string::npos)
+        << file.path << " has no namespace " << path.stem();
+  }
+  EXPECT_GT(seen, 100);
+}
+
 TEST(House, TestsMirrorTheRooms) {
-  std::set<std::string> allowed{"house", "install", "examples", "support", "peers", "faults", "random"};
+  std::set<std::string> allowed{"house", "install", "examples", "support", "peers", "faults", "fuzz", "random"};
   for (const auto& [room, unused] : rooms_of_the_house()) allowed.insert(room);
   for (const auto& entry : std::filesystem::directory_iterator(std::string(BONFIRE_SOURCE_DIR) + "/tests")) {
     if (!entry.is_directory()) continue;
@@ -134,6 +147,12 @@ TEST(HouseRules, AReasonThatMayBeReadTooEarlyIsSeen) {
   EXPECT_EQ(faults("require(pipe(ends) == 0, \"no pipe: {}\",\n        std::strerror(errno));\n"), 1u);
   EXPECT_EQ(faults("require_system(pipe(ends) == 0, \"no pipe\");\nif (errno == 0) return;\n"), 0u);
   EXPECT_EQ(faults("require(good, \"bad\");\nreason = std::strerror(errno);\n"), 0u);
+  // Whatever is called, and however deep.
+  EXPECT_EQ(faults("warn(\"cannot open {}: {}\", open(file), std::strerror(errno));\n"), 1u);
+  EXPECT_EQ(faults("note = Note(name, made(file), errno);\n"), 1u);
+  EXPECT_EQ(faults("log.warning(\"{}: {}\", file.open(name), errno);\n"), 1u);
+  EXPECT_EQ(faults("fail(\"(no call) {}: {}\", file.string(), std::strerror(errno));\n"), 0u);
+  EXPECT_EQ(faults("if (read(fd) < 0 && errno != EINTR) return;\n"), 0u);
 }
 
 // What `make test` ends with.
@@ -159,5 +178,24 @@ TEST(Skipped, TestsAreListedWithTheirReasons) {
   EXPECT_EQ(list("none"), "");
 }
 
+TEST(Failed, TestsAreListedWithWhatTheySaid) {
+  const bonfire::testing::Folder folder;
+  folder.write("log",
+               "1/2 Test: comm\n[ RUN      ] Text.Splits\nfine\n[       OK ] Text.Splits (0 ms)\n"
+               "[ RUN      ] Text.Joins\n/a/b_test.cpp:3: Failure\nExpected: ab\n[  FAILED  ] Text.Joins (0 ms)\n"
+               "[  FAILED  ] 1 test, listed below:\n[  FAILED  ] Text.Joins\n<end of output>\n"
+               "2/2 Test: cli\n[ RUN      ] Run.Ends\nterminate called\n<end of output>\nTest Failed.\n"
+               "3/3 Test: foreign\nno such library\n<end of output>\nTest Failed.\n");
+  const auto list = [&](const std::string& log) {
+    return bonfire::testing::run_shell("awk -f " BONFIRE_SOURCE_DIR "/tests/failed.awk '" + folder / log + "'").output;
+  };
+  EXPECT_EQ(list("log"),
+            "\nTests that failed:\n\ncomm: Text.Joins failed\n/a/b_test.cpp:3: Failure\nExpected: ab\n"
+            "\ncli: Run.Ends did not end\nterminate called\n"
+            "\nforeign: failed\n3/3 Test: foreign\nno such library\n<end of output>\nTest Failed.\n");
+  folder.write("none", "1/1 Test: comm\n[ RUN      ] Text.Splits\n[       OK ] Text.Splits (0 ms)\n<end of output>\n");
+  EXPECT_EQ(list("none"), "");
+}
+
 }  // namespace
-}  // namespace bonfire::house
+}  // namespace bonfire::house::house_test

@@ -12,7 +12,7 @@
 #include "bonfire/base/version.h"
 #include "tests/support/shell.h"
 
-namespace bonfire {
+namespace bonfire::install_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -221,4 +221,4 @@ TEST(Symbols, ThePluginShowsOnlyItsEntry) {
 }
 
 }  // namespace
-}  // namespace bonfire
+}  // namespace bonfire::install_test

@@ -8,9 +8,9 @@ BUILD = pathlib.Path(os.environ.get("BONFIRE_BUILD", ROOT / "build")).resolve()
 PROBE = BUILD / "peer_probe"
 
 
-def run(command, timeout=120, **variables):
-    """Runs a command, and fails with all that it said where it fails."""
-    ended = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+def run(command, timeout=120, bytes=False, **variables):
+    """Runs a command, and fails with all that it said where it fails. Returns it as text, or as it came."""
+    ended = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=not bytes,
                            timeout=timeout, env={**os.environ, **variables})
     if ended.returncode != 0:
         raise AssertionError(f"{command} ended with {ended.returncode}:\n{ended.stdout}")
