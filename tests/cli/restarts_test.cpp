@@ -10,8 +10,8 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "bonfire/comm/socket.h"
 #include "tests/cli/command.h"
+#include "tests/support/port.h"
 #include "tests/support/thrown.h"
 
 namespace bonfire::restarts_test {
@@ -19,6 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using testing::expect_part;
+using testing::Port;
 using testing::run_shell;
 using testing::Said;
 using testing::Scratch;
@@ -27,9 +28,6 @@ constexpr const char* tiny =
     "[run]\nname = \"tiny\"\ndevice = \"cpu\"\n[model]\ntype = \"llama\"\ndim = 16\nlayers = 1\nheads = 2\nkv_heads = "
     "2\nffn = 32\nvocab = 32\n[data]\nsequence = 8\n[train]\nsteps = 2000\nbatch = 12\n[optimizer]\ndecay = "
     "\"constant\"\nwarmup = 1\n[checkpoint]\nevery = 50\n";
-
-// A port that was free a moment ago.
-int free_port() { return endpoint_of(listen_on({"127.0.0.1", 0})).port; }
 
 class Restarts : public ::testing::Test {
  protected:
@@ -109,16 +107,17 @@ TEST_F(Restarts, RanksThatAreKilledAtAnyMomentChangeNothing) {
 
 // Slurm sends --signal=USR1@60 to each process of a step; there is no launcher of ours.
 TEST_F(Restarts, SlurmsSignalToEachProcessSavesAndARequeuedJobGoesOn) {
-  const auto step = [&](int restarts, const std::string& steps, int port) {
+  const Port port;
+  const auto step = [&](int restarts, const std::string& steps) {
     return fmt::format(
         "task() {{ export SLURM_PROCID=$1 SLURM_NTASKS=2 SLURM_LOCALID=$1 SLURM_NODEID=0 SLURM_NTASKS_PER_NODE=2 "
         "SLURM_JOB_ID=4711 SLURM_JOB_NODELIST=localhost MASTER_ADDR=127.0.0.1 MASTER_PORT={} SLURM_RESTART_COUNT={} "
         "BONFIRE_TOKEN=secret; exec timeout -k 1 120 {}/bonfire train a.toml --set run.folder={}/runs --set train.steps={} "
         "2>>task$1.txt; }}\n"
         "(task 0) & A=$!\n(task 1) & B=$!\n",
-        port, restarts, BONFIRE_BUILD_DIR, scratch_.path().string(), steps);
+        port.number(), restarts, BONFIRE_BUILD_DIR, scratch_.path().string(), steps);
   };
-  const auto stopped = shell(step(0, "1000000", free_port()) +
+  const auto stopped = shell(step(0, "1000000") +
                              "until_there runs/tiny/checkpoints/latest\n"
                              "kill -USR1 $(pgrep -P $A) $(pgrep -P $B)\n"
                              "wait $A; echo first $?\nwait $B; echo second $?\n");
@@ -126,7 +125,7 @@ TEST_F(Restarts, SlurmsSignalToEachProcessSavesAndARequeuedJobGoesOn) {
   expect_part(scratch_.read("task0.txt"), "stopped on request after step ");
   const auto saved = metrics("tiny").size();
   EXPECT_EQ(scratch_.read("runs/tiny/checkpoints/latest"), fmt::format("step-{:08}\n", saved));
-  const auto rest = shell(step(1, std::to_string(saved + 7), free_port()) + "wait $A && wait $B\n");
+  const auto rest = shell(step(1, std::to_string(saved + 7)) + "wait $A && wait $B\n");
   EXPECT_EQ(rest.code, 0) << rest.output << scratch_.read("task0.txt");
   expect_part(scratch_.read("task0.txt"), fmt::format("resumed after step {} from", saved));
   EXPECT_EQ(metrics("tiny").size(), saved + 7);
@@ -135,20 +134,21 @@ TEST_F(Restarts, SlurmsSignalToEachProcessSavesAndARequeuedJobGoesOn) {
 
 // As torchrun starts ranks again, in processes of their own.
 TEST_F(Restarts, UnderAnotherLauncherTheNewestFolderGoesOn) {
-  const auto attempt = [&](int restarts, int port) {
+  const Port port;
+  const auto attempt = [&](int restarts) {
     return fmt::format(
         "rank() {{ export RANK=$1 WORLD_SIZE=2 LOCAL_RANK=$1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={} "
         "TORCHELASTIC_RESTART_COUNT={} TORCHELASTIC_RUN_ID=one BONFIRE_TOKEN=secret; exec timeout -k 1 120 {}/bonfire train "
         "a.toml --set run.folder={}/runs 2>>rank$1.txt; }}\n"
         "(rank 0) & A=$!\n(rank 1) & B=$!\n",
-        port, restarts, BONFIRE_BUILD_DIR, scratch_.path().string());
+        port.number(), restarts, BONFIRE_BUILD_DIR, scratch_.path().string());
   };
   trained("--ranks 2 --set run.name=whole");
-  const auto died = shell(attempt(0, free_port()) +
+  const auto died = shell(attempt(0) +
                           "until_there runs/tiny/checkpoints/latest\n"
                           "kill -KILL $(pgrep -P $B)\nwait $A; echo code $?\n");
   expect_part(died.output, "code 1");
-  const auto rest = shell(attempt(1, free_port()) + "wait $A && wait $B\n");
+  const auto rest = shell(attempt(1) + "wait $A && wait $B\n");
   EXPECT_EQ(rest.code, 0) << rest.output << scratch_.read("rank0.txt");
   expect_part(scratch_.read("rank0.txt"), "resumed after step ");
   EXPECT_FALSE(fs::exists(scratch_.path() / "runs/tiny-2"));
@@ -158,13 +158,14 @@ TEST_F(Restarts, UnderAnotherLauncherTheNewestFolderGoesOn) {
 // Two nodes with a folder each of the same name: neither would ever have all of a checkpoint.
 TEST_F(Restarts, AFolderThatOneNodeDoesNotSeeIsRefusedByName) {
   fs::create_directory(scratch_.path() / "runs");
+  const Port port;
   const auto said = shell(fmt::format(
       "rank() {{ export RANK=$1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={} "
       "BONFIRE_TOKEN=secret; exec timeout -k 1 120 {}/bonfire train a.toml --set run.folder={}/runs 2>rank$1.txt; }}\n"
       "(rank 0) & A=$!\n"
       "unshare -m bash -c \"$(declare -f rank); mount -t tmpfs none runs || exit 77; rank 1\" & B=$!\n"
       "wait $B; SECOND=$?\n[ $SECOND = 77 ] && kill $A && exit 77\nwait $A; echo codes $? $SECOND\n",
-      free_port(), BONFIRE_BUILD_DIR, scratch_.path().string()));
+      port.number(), BONFIRE_BUILD_DIR, scratch_.path().string()));
   if (said.code == 77 || said.output.find("unshare failed") != std::string::npos)
     GTEST_SKIP() << "nothing may be mounted here";
   expect_part(said.output, "codes 2 2");
@@ -176,13 +177,13 @@ TEST_F(Restarts, AFolderThatOneNodeDoesNotSeeIsRefusedByName) {
 // A launcher on each node, which all start their ranks again.
 TEST_F(Restarts, OnSeveralNodesTheNewestFolderGoesOn) {
   trained("--ranks 2 --set run.name=whole");
-  const auto node = [&](int number, int port) {
+  const Port port;
+  const auto node = [&](int number) {
     return fmt::format(
         "(run_train --nodes 2 --node-rank {0} --master 127.0.0.1:{1} --ranks 1 --max-restarts 1 2>node{0}.txt) & N{0}=$!\n",
-        number, port);
+        number, port.number());
   };
-  const int port = free_port();
-  const auto said = shell("export BONFIRE_TOKEN=secret\n" + node(0, port) + node(1, port) +
+  const auto said = shell("export BONFIRE_TOKEN=secret\n" + node(0) + node(1) +
                           "until_there runs/tiny/checkpoints/latest\n"
                           "for LAUNCHER in $(pgrep -P $N1); do for RANK in $(pgrep -P $LAUNCHER); do\n"
                           "is_rank $RANK && kill -KILL $RANK; done; done\n"

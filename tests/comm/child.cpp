@@ -1,8 +1,6 @@
 #include "tests/comm/child.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -180,21 +178,6 @@ std::string read_file(const std::string& path) {
   text << stream.rdbuf();
   return text.str();
 }
-
-// Bound and not listening: another socket with the same option may listen there, and the kernel gives the number to nobody.
-Port::Port(const std::string& address) : socket_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-  const int on = 1;
-  setsockopt(socket_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  sockaddr_in name{};
-  name.sin_family = AF_INET;
-  socklen_t length = sizeof name;
-  EXPECT_EQ(inet_pton(AF_INET, address.c_str(), &name.sin_addr), 1);
-  EXPECT_EQ(bind(socket_, reinterpret_cast<const sockaddr*>(&name), length), 0);
-  EXPECT_EQ(getsockname(socket_, reinterpret_cast<sockaddr*>(&name), &length), 0);
-  number_ = std::to_string(ntohs(name.sin_port));
-}
-
-Port::~Port() { close(socket_); }
 
 std::uint64_t random_seed() {
   const char* given = std::getenv("BONFIRE_TEST_SEED");

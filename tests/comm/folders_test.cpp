@@ -9,6 +9,7 @@
 
 #include "tests/comm/launched.h"
 #include "tests/comm/pipe.h"
+#include "tests/support/port.h"
 
 namespace bonfire::folders_test {
 namespace {
@@ -69,7 +70,7 @@ TEST(Folders, ARunThatIsRefusedLeavesNoFolder) {
 // A rank that another launcher has started makes the folder itself.
 TEST(Folders, ABenchmarkThatFailsUnderAnotherLauncherLeavesNoFolder) {
   const Benchmark run;
-  const test::Port port;
+  const testing::Port port;
   auto variables = test::torchrun(port.number());
   variables["TMPDIR"] = run.temporary;
   Pipe pipe;
@@ -103,7 +104,7 @@ struct TwoNodes {
             "--set",
             fmt::format("train.steps={}", steps)};
   }
-  const test::Port port{"127.0.0.2"};
+  const testing::Port port{"127.0.0.2"};
 };
 
 TEST(Folders, LogsOfSeveralNodesComeToTheRunFolder) {
@@ -146,7 +147,7 @@ TEST(Folders, TheFoldersOfARunThatFailsOnAnotherNodeAreNamed) {
 
 TEST(Folders, AKilledBenchmarkHasNamedItsFolder) {
   const Benchmark run;
-  const test::Port port;
+  const testing::Port port;
   auto variables = test::torchrun(port.number());
   variables["TMPDIR"] = run.temporary;
   Child killed({kBonfire, "bench", "step", run.folder.path() + "/a.toml", "--steps", "100000000"}, variables);

@@ -13,6 +13,7 @@
 #include "bonfire/comm/join.h"
 #include "bonfire/comm/world.h"
 #include "tests/comm/launched.h"
+#include "tests/support/port.h"
 
 namespace bonfire::foreign_test {
 namespace {
@@ -37,7 +38,7 @@ std::vector<std::string> mpirun(int ranks, std::vector<std::string> program) {
 
 TEST(Foreign, UnderMpirunByItsVariables) {
   SKIP_WITHOUT("mpirun");
-  const test::Port port;
+  const testing::Port port;
   auto variables = kAsRoot;
   variables["MASTER_PORT"] = port.number();
   variables["STEPS"] = "5";
@@ -56,7 +57,7 @@ TEST(Foreign, MpirunWithoutAPortIsRefusedByName) {
 
 TEST(Foreign, UnderMpichsMpiexec) {
   SKIP_WITHOUT("mpiexec.hydra");
-  const test::Port port;
+  const testing::Port port;
   Child run({"mpiexec.hydra", "-n", "2", kProgram}, {{"MASTER_PORT", port.number()}, {"STEPS", "5"}});
   EXPECT_EQ(run.wait(60s), 0) << run.output();
   for (int rank = 0; rank < 2; ++rank)

@@ -11,6 +11,7 @@
 #include "bonfire/base/random.h"
 #include "bonfire/comm/socket.h"
 #include "tests/comm/launched.h"
+#include "tests/support/port.h"
 
 namespace bonfire::join_test {
 namespace {
@@ -44,7 +45,7 @@ TEST(Join, StartsItselfWhenAskedTo) {
 }
 
 TEST(Join, OverTwoNodes) {
-  const test::Port port("127.0.0.2");
+  const testing::Port port("127.0.0.2");
   const auto node = [&](const std::string& number) {
     const std::string address = number == "0" ? "127.0.0.2" : "127.0.0.3";
     return launch(2,
@@ -101,7 +102,7 @@ class JoinByName : public ::testing::Test {
   }
 
   std::string real_;
-  std::optional<test::Port> port_;
+  std::optional<testing::Port> port_;
   test::Folder folder_;
 };
 
@@ -134,7 +135,7 @@ TEST_F(JoinByName, RanksOfSlurmMeet) {
 
 // Kubeflow's variables: one process a node, each its own launcher.
 TEST(Join, UnderKubeflow) {
-  const test::Port port("127.0.0.3");
+  const testing::Port port("127.0.0.3");
   const auto pod = [&](const char* rank) {
     return Variables{{"PET_NNODES", "2"},
                      {"PET_NPROC_PER_NODE", "1"},

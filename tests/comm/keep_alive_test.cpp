@@ -17,6 +17,7 @@
 #include "bonfire/comm/store_client.h"
 #include "bonfire/comm/store_server.h"
 #include "tests/comm/launched.h"
+#include "tests/support/port.h"
 
 namespace bonfire::keep_alive_test {
 namespace {
@@ -99,7 +100,7 @@ std::vector<double> asked_after(int port) {
 class HostedStore : public ::testing::TestWithParam<bool> {
  protected:
   // Two ranks that meet at `port`, until they have.
-  void start(const test::Port& port, const std::string& limit) {
+  void start(const testing::Port& port, const std::string& limit) {
     std::map<std::string, std::string> variables = {{"BONFIRE_HEARTBEAT_TIMEOUT", limit}, {"BONFIRE_STALL_TIMEOUT", "1000"}};
     if (GetParam()) {
       runs_.push_back(std::make_unique<Child>(test::launch(2, {"--port", port.number()}), variables));
@@ -118,7 +119,7 @@ class HostedStore : public ::testing::TestWithParam<bool> {
 };
 
 TEST_P(HostedStore, AsksAsLateAsTheHeartbeatLimitAllows) {
-  const test::Port port;
+  const testing::Port port;
   start(port, "300");
   const int number = std::stoi(port.number());
   EXPECT_TRUE(test::eventually([&] {
@@ -130,7 +131,7 @@ TEST_P(HostedStore, AsksAsLateAsTheHeartbeatLimitAllows) {
 }
 
 TEST_P(HostedStore, AsksForNobodyWithoutOne) {
-  const test::Port port;
+  const testing::Port port;
   start(port, "0");
   EXPECT_TRUE(asked_after(std::stoi(port.number())).empty());
 }

@@ -13,6 +13,7 @@
 #include "bonfire/base/random.h"
 #include "bonfire/comm/store_server.h"
 #include "tests/comm/launched.h"
+#include "tests/support/port.h"
 
 namespace bonfire::launcher_test {
 namespace {
@@ -267,7 +268,7 @@ TEST(Launcher, APortInUseIsNamedInOneLine) {
 
 // Two launchers, as on two machines, on two loopback addresses.
 struct TwoNodes {
-  test::Port port{"127.0.0.2"};
+  testing::Port port{"127.0.0.2"};
   std::vector<std::string> node(int number, const std::string& script, std::vector<std::string> more = {}) const {
     std::vector<std::string> words = {
         "-n", "2", "--nodes", "2", "--node-rank", std::to_string(number), "--master", "127.0.0.2:" + port.number()};

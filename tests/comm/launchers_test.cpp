@@ -14,6 +14,7 @@
 #include "bonfire/comm/stall.h"
 #include "bonfire/comm/store_server.h"
 #include "tests/comm/child.h"
+#include "tests/support/port.h"
 
 namespace bonfire::launchers_test {
 namespace {
@@ -38,7 +39,7 @@ std::string held(StoreClient& client, int rank) {
 
 // One call that fails is not the last word: neither a hold nor its end may be lost.
 TEST(HeldRanks, AreToldOnceTheStoreCanBeReached) {
-  const test::Port port;
+  const testing::Port port;
   const Endpoint place{"127.0.0.1", std::stoi(port.number())};
   HeldRanks ranks({.store = {.server = place, .token = "t", .connect_timeout = 50ms}, .log = Log::silent()});
   ranks.hold(2, "a debugger");
@@ -99,7 +100,7 @@ TEST(NodeLink, AStoreThatDoesNotAnswerKeepsNobody) {
 }
 
 TEST(NodeLink, AStoreThatCannotBeReachedIsNews) {
-  const test::Port port;
+  const testing::Port port;
   const Endpoint nobody{"127.0.0.1", std::stoi(port.number())};
   NodeLink link({.node = 1, .nodes = 2, .store = {.server = nobody, .token = "t", .connect_timeout = 50ms}});
   ASSERT_TRUE(test::eventually([&] { return link.news().has_value(); }));

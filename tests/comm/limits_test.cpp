@@ -9,6 +9,7 @@
 #include "bonfire/comm/cores.h"
 #include "bonfire/comm/device.h"
 #include "tests/comm/launched.h"
+#include "tests/support/port.h"
 
 namespace bonfire::limits_test {
 namespace {
@@ -40,7 +41,7 @@ TEST(Limits, TooFewOpenFilesAreRefusedWithBothNumbers) {
 
 // Where no launcher of ours has: rank 0 holds the connections of all.
 TEST(Limits, TooFewOpenFilesForTheRankThatHostsTheStoreAreRefused) {
-  const test::Port port;
+  const testing::Port port;
   Child run({"sh", "-c", "ulimit -n 100; exec " + test::kProgram}, {{"RANK", "0"},
                                                                     {"WORLD_SIZE", "200"},
                                                                     {"LOCAL_RANK", "0"},

@@ -29,10 +29,17 @@ finish() {
 }
 trap finish EXIT
 
+# Below the range from which the kernel gives ports to whoever asks for any, so that none of these takes one meanwhile.
 free_ports() {
-  python3 -c 'import socket
-held = [socket.socket() for _ in range(2)]
-for s in held: s.bind(("127.0.0.1", 0))
+  python3 -c 'import random, socket
+held = []
+while len(held) < 2:
+    s = socket.socket()
+    try:
+        s.bind(("", random.randrange(12000, 32000)))
+        held.append(s)
+    except OSError:
+        s.close()
 print(*(s.getsockname()[1] for s in held))'
 }
 read -r control_port node_port < <(free_ports)

@@ -19,6 +19,7 @@
 #include "bonfire/comm/launcher.h"
 #include "tests/comm/launched.h"
 #include "tests/comm/pipe.h"
+#include "tests/support/port.h"
 
 namespace bonfire::output_test {
 namespace {
@@ -71,7 +72,7 @@ TEST(Output, AReaderThatHasLeftBeforeTheLaunchEndsNoTraining) {
       << tokens << "\"]\nsequence = 8\n[train]\nsteps = 2\nbatch = 4\n";
   std::vector<std::string> words = {kBonfire, "train", folder.path() + "/a.toml", "--set",
                                     "run.folder=" + folder.path() + "/runs"};
-  const test::Port port;
+  const testing::Port port;
   {
     Child read(words);
     EXPECT_EQ(read.wait(60s), 0);

@@ -20,6 +20,7 @@
 #include "bonfire/comm/store_client.h"
 #include "bonfire/comm/store_server.h"
 #include "tests/comm/launched.h"
+#include "tests/support/port.h"
 
 namespace bonfire::run_test {
 namespace {
@@ -331,7 +332,7 @@ TEST(Run, AnotherVersionIsNamed) {
 
 TEST(Run, AStrangerIsRefusedAndDisturbsNobody) {
   const Random random(test::random_seed());
-  const test::Port port("127.0.0.1");
+  const testing::Port port("127.0.0.1");
   const test::Folder folder;
   Child run(launch(2, {"--port", port.number()}), {{"END_FILE", folder.path() + "/end"}});
   ASSERT_TRUE(run.said("sum 2"));

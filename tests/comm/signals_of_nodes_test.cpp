@@ -11,6 +11,7 @@
 #include "bonfire/comm/launcher.h"
 #include "bonfire/comm/store_client.h"
 #include "tests/comm/launched.h"
+#include "tests/support/port.h"
 
 namespace bonfire::signals_of_nodes_test {
 namespace {
@@ -25,7 +26,7 @@ using test::process_of_rank;
 
 // Two launchers, as on two machines.
 struct TwoNodes {
-  test::Port port{"127.0.0.2"};
+  testing::Port port{"127.0.0.2"};
   std::vector<std::string> options(int number) const {
     return {"-n", "2", "--nodes", "2", "--node-rank", std::to_string(number), "--master", "127.0.0.2:" + port.number()};
   }

@@ -16,6 +16,7 @@
 
 #include "bonfire/base/random.h"
 #include "tests/comm/launched.h"
+#include "tests/support/port.h"
 
 namespace bonfire::training_signals_test {
 namespace {
@@ -308,7 +309,7 @@ TEST(Signals, ABenchmarkIsStoppedOnRequest) {
 
 // Ranks that wait for others have nothing to finish: all that are there end.
 TEST_F(Training, ARequestEndsARunThatWaitsForItsRanks) {
-  const test::Port port("127.0.0.2");
+  const testing::Port port("127.0.0.2");
   for (const char* node : {"0", "1"}) {
     Child run(train({"--ranks", "2", "--nodes", "2", "--node-rank", node, "--master", "127.0.0.2:" + port.number(), "--set",
                      "train.batch=8"}));
@@ -329,7 +330,7 @@ INSTANTIATE_TEST_SUITE_P(Signals, StoppedTraining, ::testing::Values(SIGUSR1, SI
 class TrainingOnNodes : public Training, public testing::WithParamInterface<int> {};
 
 TEST_P(TrainingOnNodes, EndsTogether) {
-  const test::Port port("127.0.0.2");
+  const testing::Port port("127.0.0.2");
   const auto node = [&](const char* number) {
     return train({"--ranks", "1", "--nodes", "2", "--node-rank", number, "--master", "127.0.0.2:" + port.number()});
   };
