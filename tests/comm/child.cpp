@@ -26,7 +26,7 @@ using namespace std::chrono_literals;
 namespace {
 
 // The tests leave no key in the user's home folder.
-class OwnHome : public testing::Environment {
+class OwnHome : public ::testing::Environment {
  public:
   void SetUp() override { setenv("HOME", home_.path().c_str(), 1); }
 

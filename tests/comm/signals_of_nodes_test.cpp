@@ -149,7 +149,7 @@ TEST(SignalsOfNodes, ALauncherThatIsStoppedBetweenTwoAttemptsGoesOn) {
 }
 
 // Ctrl-Z on one node, and fg longer afterwards than anybody may be silent. Node 0 has the store of all.
-class StoppedNode : public testing::TestWithParam<int> {};
+class StoppedNode : public ::testing::TestWithParam<int> {};
 
 TEST_P(StoppedNode, StopsTheRanksOfAllUntilItGoesOn) {
   const TwoNodes nodes;

@@ -61,7 +61,7 @@ class Training : public ::testing::Test {
   Folder folder_;
 };
 
-class StoppedTraining : public Training, public testing::WithParamInterface<int> {};
+class StoppedTraining : public Training, public ::testing::WithParamInterface<int> {};
 
 TEST_P(StoppedTraining, EndsAfterTheStepOnAllRanksAndIsSaved) {
   Child run(train({"--ranks", "3", "--set", "train.batch=6"}));
@@ -189,7 +189,7 @@ bool write_large_tokens(const std::string& name) {
 }
 
 // Before the first step there is nothing to finish: not while a token file is read, for which a large one takes its time.
-class CheckedTraining : public Training, public testing::WithParamInterface<std::tuple<int, bool>> {};
+class CheckedTraining : public Training, public ::testing::WithParamInterface<std::tuple<int, bool>> {};
 
 TEST_P(CheckedTraining, ARequestEndsTheCheckAndLeavesNothing) {
   const auto [signal, torchrun] = GetParam();
@@ -327,7 +327,7 @@ INSTANTIATE_TEST_SUITE_P(Signals, StoppedTraining, ::testing::Values(SIGUSR1, SI
                          [](const auto& info) { return std::string(sigabbrev_np(info.param)); });
 
 // `train` starts ranks on several nodes as `launch` does, and a signal to one of its commands is heard by all.
-class TrainingOnNodes : public Training, public testing::WithParamInterface<int> {};
+class TrainingOnNodes : public Training, public ::testing::WithParamInterface<int> {};
 
 TEST_P(TrainingOnNodes, EndsTogether) {
   const testing::Port port("127.0.0.2");
