@@ -30,6 +30,8 @@ std::string hindrance_to_graphs(const Config& config) {
   if (config.layout.negotiate_order) return "layout.negotiate_order = true: the hosts agree on every gather";
   if (config.model.spec.dropout > 0)
     return fmt::format("model.dropout = {}: the host draws what is dropped", config.model.spec.dropout);
+  if (const auto& adapter = config.model.spec.adapter; adapter.rank > 0 && adapter.dropout > 0)
+    return fmt::format("adapter.dropout = {}: the host draws what is dropped", adapter.dropout);
   if (config.run.debug_collectives) return "run.debug_collectives = true: the hosts compare every collective";
   return {};
 }

@@ -241,6 +241,19 @@ TEST(GpuGraphDropout, IssuedStepsAreTheSameSteps) {
   });
 }
 
+// So is what adapters drop.
+TEST(GpuGraphDropout, AdaptersDropOthersInEachStep) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
+  run_gpu_ranks(1, [](World& world) {
+    const std::vector<std::string> overrides{"adapter.rank=4", "adapter.dropout=0.25", "checkpoint.every=0"};
+    const auto plain = train_steps(world, config_of("gpt2", 1, with(overrides, in_parts)));
+    const auto issued = train_steps(world, config_of("gpt2", 1, overrides));
+    EXPECT_EQ(issued.replayed, 0);
+    expect_equal(issued, plain);
+  });
+}
+
 // The loop itself, with evaluations between replays: what it writes down is the same.
 TEST_P(GpuGraphs, TheLoopWritesTheSame) {
   BONFIRE_SKIP_WITHOUT_GPU();

@@ -52,6 +52,7 @@ TEST(Capturable, WhatTheHostDecidesHinders) {
   const std::vector<std::pair<std::vector<std::string>, std::string>> hindrances = {
       {{"train.precision=fp16"}, "train.precision = \"fp16\""},
       {{"model.dropout=0.5"}, "model.dropout = 0.5"},
+      {{"adapter.rank=2", "adapter.dropout=0.25", "checkpoint.every=0"}, "adapter.dropout = 0.25"},
       {{"layout.offload=optimizer"}, "layout.offload = \"optimizer\""},
       {{"layout.compression=powersgd"}, "layout.compression = \"powersgd\""},
       {{"layout.negotiate_order=true"}, "layout.negotiate_order = true"},
@@ -70,6 +71,7 @@ TEST(Capturable, WhatTheHostDecidesHinders) {
             "layout.tensor = 2: what ranks exchange inside of layers");
   EXPECT_EQ(hindrance_to_graphs(config_of({"train.precision=fp8"})), "");
   EXPECT_EQ(hindrance_to_graphs(config_of({"train.precision=bf16"})), "");
+  EXPECT_EQ(hindrance_to_graphs(config_of({"adapter.rank=2", "checkpoint.every=0"})), "");
   // The host need not know what a step came to because of these.
   for (const char* word : {"model.dropout=0.5", "layout.negotiate_order=true", "run.debug_collectives=true"})
     EXPECT_EQ(hindrance_to_device_steps(config_of({word})), "") << word;
