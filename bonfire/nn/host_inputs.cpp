@@ -31,6 +31,9 @@ HostInputs::Kept::Kept(std::shared_ptr<HostInputs> owner, std::unique_ptr<Copies
 
 HostInputs::Kept::~Kept() {
   const std::lock_guard lock(owner_->mutex_);
+  // Brought back, and never taken: its memory is not used again before the copy has ended.
+  if (const auto device = copies_->options.device(); copies_->back.defined() && !device.is_cpu())
+    owner_->beside(device).run_apart([&] { copies_->back.record_stream(current_stream(device)); });
   std::erase(owner_->order_, this);
   owner_->bytes_kept_ -= static_cast<std::int64_t>(copies_->host.nbytes());
 }

@@ -85,6 +85,21 @@ TEST(GpuRecompute, InputsComeBackFromTheHost) {
               1e-5F * gradients[0][at].norm().item<float>() + 1e-12F);
 }
 
+// One that is on its way back when nobody wants it any more, as when backward ends with an error.
+TEST(GpuRecompute, MemoryOfAnInputThatWasNotTakenIsUsedAfterItsCopy) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  const auto host = std::make_shared<HostInputs>();
+  const at::TensorOptions on_gpu(gpu);
+  constexpr std::int64_t elements = std::int64_t{64} << 20;  // its copy takes some milliseconds, filling it less than one
+  auto first = host->keep(at::full({elements}, 2, on_gpu)), second = host->keep(at::full({1}, 3, on_gpu));
+  synchronize(gpu);
+  EXPECT_EQ(second->take().item<float>(), 3);  // and the first is on its way
+  first.reset();
+  const Tensor others = at::empty({elements}, on_gpu).fill_(1);
+  synchronize(gpu);
+  EXPECT_EQ(others.max().item<float>(), 1);
+}
+
 TEST(GpuRecompute, RepeatsTheDevicesRandomNumbers) {
   BONFIRE_SKIP_WITHOUT_GPU();
   torch::nn::Sequential net(torch::nn::Linear(64, 64), torch::nn::Dropout(0.5));
