@@ -125,9 +125,7 @@ plan::MemoryOptions memory_options_of(const Config& config) {
           .built_whole = !config.layout.ignore.empty()};
 }
 
-namespace {
-
-plan::PipelineLayout pipeline_of(const Config& config) {
+plan::PipelineLayout pipeline_layout_of(const Config& config) {
   plan::PipelineLayout layout{
       .table = table_of(config), .tokens = own_tokens_per_sample(config), .data = data_parallel_of(config)};
   for (const auto& range : stages_of(config, layout.table.stages)) layout.stages.push_back({range.begin, range.end});
@@ -135,6 +133,8 @@ plan::PipelineLayout pipeline_of(const Config& config) {
   layout.gathers_units = gathers_units(config);
   return layout;
 }
+
+namespace {
 
 // A rank of each stage in a full pipeline, with the versions that it keeps.
 plan::Memory predict_pipedream(const Config& config, const plan::MemoryOptions& options) {
@@ -170,7 +170,7 @@ plan::Memory predict_memory(const Config& config) {
     return plan::memory_of(wrapped_model_of(config), served_worker_of(config), options);
   }
   if (config.layout.pipeline == 1) return plan::memory_of(wrapped_model_of(config), data_parallel_of(config), options);
-  return plan::memory_of(model_of(config), pipeline_of(config), options);
+  return plan::memory_of(model_of(config), pipeline_layout_of(config), options);
 }
 
 double step_flops(const Config& config) {

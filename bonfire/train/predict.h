@@ -12,8 +12,15 @@
 
 namespace bonfire {
 
+namespace plan {
+struct PipelineLayout;
+}
+
 // The data-parallel part of the layout in plan's words. REQUIRES: config is resolved.
 BONFIRE_API plan::DataParallel data_parallel_of(const Config& config);
+// The stages of a pipeline and their table in plan's words. REQUIRES: layout.pipeline is 2 or more, and a schedule of
+// flushes.
+BONFIRE_API plan::PipelineLayout pipeline_layout_of(const Config& config);
 // With parameter servers: what plan knows of them, and one of their workers as layout arithmetic sees it, a rank alone.
 BONFIRE_API plan::Served served_of(const Config& config);
 BONFIRE_API plan::DataParallel served_worker_of(const Config& config);

@@ -13,6 +13,7 @@
 #include "bonfire/optim/optimizer.h"
 #include "bonfire/shard/engine.h"
 #include "tests/support/gpu_ranks.h"
+#include "tests/train/step_collectives.h"
 
 namespace bonfire::context_test {
 namespace {
@@ -84,6 +85,27 @@ TEST_P(GpuSharedSamples, TrainAsOnOneRank) {
           const auto rounded = losses(world, training);
           for (std::size_t at = 0; at < expected.size(); at += 2)
             EXPECT_NEAR(rounded[at], expected[at], 0.02 * expected[at]) << plan::name_of(spec.type) << ", number " << at;
+        }
+  });
+}
+
+TEST_P(GpuSharedSamples, HaveExactlyTheCollectivesOfThePlan) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  run_gpu_ranks(GetParam(), [](World& world) {
+    for (const char* model : {"llama", "gpt2"})
+      for (const char* way : {"ring", "heads"})
+        for (const char* more : {"layout.recompute=none", "layout.recompute=full", "layout.tensor=2"}) {
+          const int tensor = std::string(more) == "layout.tensor=2" ? 2 : 1;
+          if (tensor == world.size()) continue;
+          Config config = parse_config(
+              fmt::format("[model]\ntype = \"{}\"\ndim = 64\nlayers = 2\nheads = 4\nffn = 96\nvocab = 33\n[data]\n"
+                          "sequence = 64\n[train]\nsteps = 4\nbatch = 4\nmicrobatch = 2\nprecision = \"bf16\"\n[layout]\n"
+                          "context = {}\ncontext_attention = \"{}\"\n",
+                          model, world.size() / tensor, way),
+              "a.toml", {more});
+          resolve(config, world.size());
+          EXPECT_EQ(testing::recorded_collectives(world, config), testing::planned_collectives(config, world.rank()))
+              << model << " " << way << " " << more;
         }
   });
 }

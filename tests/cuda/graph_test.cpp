@@ -254,6 +254,26 @@ TEST(GpuGraphDropout, AdaptersDropOthersInEachStep) {
   });
 }
 
+// What a backward runs again, and the backwards that run inside of it, are captured with it.
+TEST_P(GpuGraphs, BackwardsThatRunForwardsAreReplayed) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
+  const auto [ranks, model] = GetParam();
+  run_gpu_ranks(ranks, [&](World& world) {
+    for (const auto& layout : layouts(world.size()))
+      for (const char* how : {"model.reversible=true", "layout.recompute=full", "layout.recompute=selective"}) {
+        if (model == "mlp" && how == std::string("model.reversible=true")) continue;
+        SCOPED_TRACE(fmt::format("{} {}", layout.empty() ? "" : layout.back(), how));
+        const auto overrides = with(layout, {how, fmt::format("train.microbatch={}", 12 / world.size())});
+        const auto plain = train_steps(world, config_of(model, world.size(), with(overrides, in_parts)));
+        const auto replayed = train_steps(world, config_of(model, world.size(), with(overrides, {"train.graphs=on"})));
+        EXPECT_EQ(replayed.replayed, 9);
+        expect_equal(replayed, plain);
+        EXPECT_EQ(replayed.collectives, plain.collectives);
+      }
+  });
+}
+
 // The loop itself, with evaluations between replays: what it writes down is the same.
 TEST_P(GpuGraphs, TheLoopWritesTheSame) {
   BONFIRE_SKIP_WITHOUT_GPU();

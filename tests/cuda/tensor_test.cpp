@@ -13,6 +13,7 @@
 #include "bonfire/shard/engine.h"
 #include "tests/support/gpu_ranks.h"
 #include "tests/support/tiny_training.h"
+#include "tests/train/step_collectives.h"
 
 namespace bonfire::tensor_test {
 namespace {
@@ -85,6 +86,26 @@ TEST_P(GpuSplitLayers, TrainAsOneRankDoes) {
         const auto rounded = losses(world, training);
         for (std::size_t at = 0; at < expected.size(); at += 2)
           EXPECT_NEAR(rounded[at], expected[at], 0.02 * expected[at]) << plan::name_of(spec.type) << ", number " << at;
+      }
+  });
+}
+
+TEST_P(GpuSplitLayers, HaveExactlyTheCollectivesOfThePlan) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  run_gpu_ranks(GetParam(), [](World& world) {
+    for (const char* model : {"llama", "gpt2"})
+      for (const char* more : {"layout.sequence_parallel=true", "layout.sequence_parallel=false", "layout.tensor_chunks=3",
+                               "layout.recompute=full", "layout.recompute=selective", "layout.shard=2"}) {
+        // Half of the ranks split the layers where some of them divide the parameters.
+        const int shard = std::string(more) == "layout.shard=2" ? 2 : 1;
+        Config config = parse_config(
+            fmt::format("[model]\ntype = \"{}\"\ndim = 64\nlayers = 2\nheads = 4\nffn = 96\nvocab = 33\n[data]\nsequence "
+                        "= 16\n[train]\nsteps = 4\nbatch = 8\nmicrobatch = 2\nprecision = \"bf16\"\n[layout]\ntensor = {}\n",
+                        model, world.size() / shard),
+            "a.toml", {more});
+        resolve(config, world.size());
+        EXPECT_EQ(testing::recorded_collectives(world, config), testing::planned_collectives(config, world.rank()))
+            << model << " " << more;
       }
   });
 }

@@ -9,12 +9,7 @@
 
 #include "bonfire/base/random.h"
 #include "bonfire/data/token_writer.h"
-#include "bonfire/plan/layout.h"
-#include "bonfire/plan/pipeline.h"
 #include "bonfire/train/capturable.h"
-#include "bonfire/train/predict.h"
-#include "bonfire/train/selection.h"
-#include "bonfire/train/staged_model.h"
 #include "tests/support/thrown.h"
 #include "tests/train/loop_fixture.h"
 #include "tests/train/step_collectives.h"
@@ -26,8 +21,6 @@ using testing::common;
 using testing::Loop;
 using testing::models;
 using testing::Outcome;
-using testing::planned_collectives;
-using testing::traced_collectives;
 
 using Overrides = std::vector<std::string>;
 
@@ -70,6 +63,13 @@ class Context : public Loop {
     if (const auto at = sections.find("branching"); files && at != std::string::npos)
       sections.erase(at, sections.find('\n', at) - at);
     return run_text(sections, ranks, overrides + shape_of(model));
+  }
+
+  void expect_collectives_of_plan(const std::string& model, int ranks, const Overrides& layout) {
+    SCOPED_TRACE(fmt::format("{} {}", model, fmt::join(layout, " ")));
+    const auto outcome = run_model(model, ranks, layout + testing::traced_step);
+    ASSERT_EQ(outcome.error, "");
+    testing::expect_collectives_of_plan(outcome.folder, ranks);
   }
 
   void expect_same(const Outcome& outcome, const Outcome& expected) {
@@ -147,44 +147,70 @@ TEST_F(Context, TwoRunsAreTheSameToTheBit) {
 // Law 2 through the configuration.
 TEST_F(Context, StepsHaveExactlyTheCollectivesOfThePlan) {
   for (const char* model : {"llama", "gpt2"})
-    for (const Overrides& layout : {Overrides{"layout.context=4", "train.microbatch=12"},
-                                    {"layout.context=4", "layout.context_attention=heads", "train.precision=bf16"},
-                                    {"layout.context=2", "layout.replicate=2", "train.precision=bf16"},
-                                    {"layout.context=2", "layout.shard=2", "layout.sharded=gradients"},
-                                    {"layout.context=2", "layout.tensor=2", "layout.context_attention=heads"},
-                                    {"layout.context=2", "layout.shard=2", "layout.wrap=all"}}) {
-      const Overrides all = layout + Overrides{"train.trace_from=3", "train.trace_steps=1"};
-      const auto outcome = run_model(model, 4, all);
-      ASSERT_EQ(outcome.error, "");
-      Config config = parse_config(models.at(model) + common, "a.toml", all + shape_of(model));
-      resolve(config, 4);
-      EXPECT_EQ(traced_collectives(outcome.folder), planned_collectives(wrapped_model_of(config), data_parallel_of(config)))
-          << fmt::format("{} {}", model, fmt::join(layout, " "));
-    }
+    for (const Overrides& layout :
+         {Overrides{"layout.context=4", "train.microbatch=12"},
+          {"layout.context=4", "layout.context_attention=heads", "train.precision=bf16"},
+          {"layout.context=2", "layout.replicate=2", "train.precision=bf16", "layout.recompute=full"},
+          {"layout.context=2", "layout.shard=2", "layout.sharded=gradients"},
+          {"layout.context=2", "layout.tensor=2", "layout.context_attention=heads"},
+          {"layout.context=2", "layout.tensor=2", "layout.sequence_parallel=false", "layout.recompute=full"},
+          {"layout.context=2", "layout.shard=2", "layout.context_attention=heads", "layout.recompute=full"},
+          {"layout.context=2", "layout.shard=2", "layout.wrap=all"}})
+      expect_collectives_of_plan(model, 4, layout);
 }
 
 TEST_F(Context, PipelinesHaveExactlyTheCollectivesOfThePlan) {
   for (const char* way : {"ring", "heads"}) {
-    const Overrides all = Overrides{"layout.pipeline=2",
-                                    "layout.context=2",
-                                    "train.microbatch=12",
-                                    "train.trace_from=3",
-                                    "train.trace_steps=1",
-                                    "train.precision=bf16",
-                                    "layout.context_attention=" + std::string(way)};
-    const auto outcome = run_model("llama", 4, all);
-    ASSERT_EQ(outcome.error, "");
-    Config config = parse_config(models.at("llama") + common, "a.toml", all + shape_of("llama"));
-    resolve(config, 4);
-    plan::PipelineLayout layout{.table = table_of(config), .tokens = 16 / 2, .data = data_parallel_of(config)};
-    for (const auto& range : stages_of(config, layout.table.stages)) layout.stages.push_back({range.begin, range.end});
-    layout.samples.assign(4, 12);
-    std::vector<std::string> planned;
-    // Rank 1 has the first stage.
-    for (const auto& collective : plan::collectives_of_step(model_of(config), layout, 0))
-      planned.push_back(fmt::format("{} {}", name_of(collective.kind), collective.bytes));
-    std::sort(planned.begin(), planned.end());
-    EXPECT_EQ(traced_collectives(outcome.folder), planned) << way;
+    const Overrides both{"layout.pipeline=2", "layout.context=2", "layout.context_attention=" + std::string(way)};
+    expect_collectives_of_plan("llama", 4, both + Overrides{"train.microbatch=12", "train.precision=bf16"});
+    expect_collectives_of_plan("llama", 8,
+                               both + Overrides{"layout.shard=2", "train.microbatch=6", "layout.recompute=full"});
+    expect_collectives_of_plan("llama", 8,
+                               both + Overrides{"layout.tensor=2", "train.microbatch=12", "layout.schedule=zb-h1"});
+    expect_collectives_of_plan("llama", 8,
+                               both + Overrides{"layout.tensor=2", "layout.sequence_parallel=false", "train.microbatch=12"});
+  }
+}
+
+// All axes but replicate at once.
+TEST_F(Context, SixteenRanksOfFourAxesRecompute) {
+  const Overrides mesh{"layout.pipeline=2", "layout.shard=2",     "layout.context=2",
+                       "layout.tensor=2",   "train.microbatch=6", "layout.recompute=full"};
+  expect_like_one_rank("llama", {{16, mesh}});
+  expect_collectives_of_plan("llama", 16, mesh);
+}
+
+// Also where the attention of others runs again.
+TEST_F(Context, RecomputedBlocksHaveTheSameBits) {
+  for (const char* model : {"llama", "gpt2"})
+    for (const Overrides& layout : {Overrides{"layout.context=2", "train.microbatch=12"},
+                                    {"layout.context=2", "layout.context_attention=heads", "train.precision=bf16"},
+                                    {"layout.context=2", "layout.shard=2", "train.precision=bf16", "model.dropout=0.1"}}) {
+      const bool drops = layout.back() == "model.dropout=0.1";
+      if (drops && model == std::string("llama")) continue;
+      SCOPED_TRACE(fmt::format("{} {}", model, fmt::join(layout, " ")));
+      const int ranks = drops ? 4 : 2;
+      const auto expected = run_model(model, ranks, layout),
+                 made = run_model(model, ranks, layout + Overrides{"layout.recompute=full"});
+      EXPECT_EQ(expected.error + made.error, "");
+      EXPECT_EQ(made.losses(), expected.losses());
+      EXPECT_EQ(made.metrics.back().at("grad_norm"), expected.metrics.back().at("grad_norm"));
+    }
+}
+
+// Attention that ends with documents, in blocks that run again.
+TEST_F(Context, DocumentsInReversibleAndRecomputedBlocks) {
+  const auto documents = with_documents(TokenFormat::megatron);
+  for (const char* model : {"llama", "gpt2"}) {
+    expect_like_one_rank(model,
+                         {{2, {"layout.shard=2", "train.microbatch=4"}}, {2, {"layout.pipeline=2", "train.microbatch=6"}}},
+                         documents + Overrides{"model.reversible=true"});
+    EXPECT_NE(run_model(model, 1, documents + Overrides{"model.reversible=true"}).losses(),
+              run_model(model, 1, documents).losses());
+    const auto plain = run_model(model, 2, documents + Overrides{"layout.context=2"}),
+               again = run_model(model, 2, documents + Overrides{"layout.context=2", "layout.recompute=full"});
+    EXPECT_EQ(plain.error + again.error, "");
+    EXPECT_EQ(again.losses(), plain.losses());
   }
 }
 
@@ -219,6 +245,10 @@ TEST(ContextKeys, ThatCannotBeAreRefused) {
   refused("gpt2", 2, {"layout.context=2", "layout.context_attention=round", "data.sequence=8"},
           "layout.context_attention = \"round\"");
   refused("llama", 1, {"data.documents=separate"}, "data.documents = \"separate\"");
+  refused("llama", 2, {"layout.context=2", "data.sequence=8", "model.reversible=true"},
+          "layout.context = 2: blocks that make their inputs again in backward (model.reversible = true)");
+  refused("llama", 2, {"layout.context=2", "data.sequence=8", "adapter.rank=2", "adapter.dropout=0.1", "checkpoint.every=0"},
+          "adapter.dropout = 0.1: layout.context = 2 divides what adapters read among ranks; allowed with it: 0");
 }
 
 TEST(ContextKeys, StepsOfSharedSamplesAreNotCaptured) {

@@ -4,10 +4,8 @@
 #include <cmath>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
-#include "bonfire/plan/layout.h"
-#include "bonfire/train/predict.h"
-#include "bonfire/train/selection.h"
 #include "tests/support/thrown.h"
 #include "tests/train/loop_fixture.h"
 #include "tests/train/step_collectives.h"
@@ -18,8 +16,6 @@ namespace {
 using testing::common;
 using testing::Loop;
 using testing::models;
-using testing::planned_collectives;
-using testing::traced_collectives;
 
 using Overrides = std::vector<std::string>;
 
@@ -32,6 +28,12 @@ class Tensor : public Loop {
  protected:
   void expect_like_one_rank(const std::string& model, int ranks, const Overrides& layout, const Overrides& both = {}) {
     Loop::expect_like_one_rank(model, ranks, layout, both + Overrides{"model.heads=4"});
+  }
+  void expect_collectives_of_plan(const std::string& model, int ranks, const Overrides& layout) {
+    SCOPED_TRACE(fmt::format("{} {}", model, fmt::join(layout, " ")));
+    const auto outcome = run(model, ranks, layout + testing::traced_step + Overrides{"model.heads=4"});
+    ASSERT_EQ(outcome.error, "");
+    testing::expect_collectives_of_plan(outcome.folder, ranks);
   }
 };
 
@@ -68,15 +70,20 @@ TEST_F(Tensor, StepsHaveExactlyTheCollectivesOfThePlan) {
           {"layout.tensor=2", "layout.shard=2", "layout.tensor_chunks=2", "train.microbatch=1"},
           {"layout.tensor=2", "layout.shard=2", "layout.tensor_chunks=5", "layout.sequence_parallel=false"},
           {"layout.tensor=2", "layout.replicate=2", "layout.tensor_chunks=5", "train.microbatch=12"},
-          {"layout.tensor=4", "layout.sequence_parallel=false", "train.microbatch=24"}}) {
-      const Overrides all = layout + Overrides{"model.heads=4", "train.trace_from=3", "train.trace_steps=1"};
-      const auto outcome = run(model, 4, all);
-      ASSERT_EQ(outcome.error, "");
-      Config config = parse_config(models.at(model) + common, "a.toml", all);
-      resolve(config, 4);
-      EXPECT_EQ(traced_collectives(outcome.folder), planned_collectives(wrapped_model_of(config), data_parallel_of(config)))
-          << model << " " << fmt::format("{}", fmt::join(layout, " "));
-    }
+          {"layout.tensor=4", "layout.sequence_parallel=false", "train.microbatch=24", "model.vocab=41"}})
+      expect_collectives_of_plan(model, 4, layout);
+}
+
+TEST_F(Tensor, PipelinesHaveExactlyTheCollectivesOfThePlan) {
+  const Overrides mesh{"layout.pipeline=2", "layout.shard=2", "layout.tensor=2", "train.microbatch=6"};
+  for (const char* model : {"llama", "gpt2"})
+    for (const Overrides& layout : {Overrides{"layout.schedule=1f1b", "layout.tensor_chunks=3"},
+                                    {"layout.schedule=zb-h1", "layout.sequence_parallel=false", "layout.tensor_chunks=3"},
+                                    {"layout.schedule=interleaved", "layout.sequence_parallel=false"},
+                                    {"layout.sharded=gradients", "train.precision=bf16", "model.vocab=41"}})
+      expect_collectives_of_plan(model, 8, mesh + layout);
+  expect_collectives_of_plan("llama", 8, mesh + Overrides{"layout.reshard_after_forward=true", "layout.recompute=full"});
+  expect_collectives_of_plan("llama", 8, mesh + Overrides{"layout.schedule=zb-h1"});
 }
 
 TEST_F(Tensor, ALossThatIsNotFiniteEndsTheRunOnAllRanks) {
@@ -102,6 +109,8 @@ TEST(TensorKeys, ThatCannotBeAreRefused) {
   refused("llama", 2, {"layout.tensor=2", "train.precision=fp8"}, "train.precision = \"fp8\": layout.tensor = 2");
   refused("llama", 2, {"layout.tensor=2", "layout.compression=powersgd"}, "PowerSGD needs whole matrices");
   refused("llama", 4, {"layout.tensor=2", "layout.pipeline=2", "layout.stages=measured"}, "layout.stages = \"measured\"");
+  refused("llama", 2, {"layout.tensor=2", "model.reversible=true"},
+          "layout.tensor = 2: model.reversible is true: 2 ranks do not split such blocks");
 }
 
 }  // namespace
