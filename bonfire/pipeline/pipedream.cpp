@@ -17,6 +17,7 @@
 #include "bonfire/pipeline/executor.h"
 #include "bonfire/pipeline/form.h"
 #include "bonfire/pipeline/links.h"
+#include "bonfire/pipeline/microbatch_weights.h"
 #include "bonfire/pipeline/pipedream_row.h"
 #include "bonfire/pipeline/stage.h"
 #include "bonfire/pipeline/tied.h"
@@ -55,19 +56,6 @@ class SumOverReplicas final : public Reduction {
 
 bool shares_minibatches(const RoundRobin& robin) {
   return robin.mode == WeightMode::two_buffers || robin.mode == WeightMode::flush;
-}
-
-// Each microbatch's part of the mean over its minibatch.
-std::vector<double> weights_of_minibatch(const std::vector<Microbatch>& minibatch) {
-  double total = 0;
-  for (const auto& microbatch : minibatch) {
-    require(!microbatch.weight, "a microbatch with a weight: PipeDream's schedules weigh samples alike; allowed: none");
-    total += static_cast<double>(microbatch.samples());
-  }
-  require(total > 0, "a minibatch without samples");
-  std::vector<double> weights;
-  for (const auto& microbatch : minibatch) weights.push_back(static_cast<double>(microbatch.samples()) / total);
-  return weights;
 }
 
 std::vector<UnitRange> ranges_of(const Chain& chain, const PipeDreamOptions& options) {
@@ -140,6 +128,7 @@ struct PipeDream::State {
   void update();
   void run(const std::vector<Executor::Cell>& cells);
   void forget_old();
+  MicrobatchWeights weigh(const std::vector<Microbatch>& given) const;
 
   Mesh mesh;
   Chain chain;
@@ -278,8 +267,9 @@ Executor::Step PipeDream::State::step() {
           .first = first,
           .report =
               [this](int microbatch, const at::Tensor& numbers) {
-                losses[before + microbatch / options.robin.microbatches] +=
-                    parts[static_cast<std::size_t>(microbatch - first)] * numbers[0].item<double>();
+                // What weighs nothing is left out, whatever it is: torch's mean over no targets is not a number.
+                if (const double part = parts[static_cast<std::size_t>(microbatch - first)]; part > 0)
+                  losses[before + microbatch / options.robin.microbatches] += part * numbers[0].item<double>();
               }};
 }
 
@@ -335,6 +325,16 @@ void PipeDream::State::forget_old() {
   first += old;
 }
 
+// Ranks are given the same. If they were not, one that refuses it would leave the others waiting.
+MicrobatchWeights PipeDream::State::weigh(const std::vector<Microbatch>& given) const {
+  try {
+    return weights_of(given);
+  } catch (const std::exception& error) {
+    mesh.group(Axis::world).all_failed_alike(error.what(), before + here, options.shard.patience);
+    throw;
+  }
+}
+
 PipeDream::PipeDream(const Mesh& mesh, Chain chain, PipeDreamOptions options)
     : state_(std::make_unique<State>(mesh, std::move(chain), std::move(options))) {}
 PipeDream::~PipeDream() = default;
@@ -349,7 +349,8 @@ void PipeDream::admit(const std::vector<Microbatch>& minibatch) {
   const int each = state.options.robin.microbatches;
   require(static_cast<int>(minibatch.size()) == each, "a minibatch of {} microbatches; schedule {} is for {}",
           minibatch.size(), schedule::name_of(state.options.robin.mode), each);
-  const auto parts = weights_of_minibatch(minibatch);
+  const auto weights = state.weigh(minibatch);
+  require(weights.said || weights.total > 0, "a minibatch without samples");
   if (state.here == 0) {
     state.stage().driver().begin_step();
     // Something may have been loaded, or frozen, since the last run.
@@ -357,7 +358,7 @@ void PipeDream::admit(const std::vector<Microbatch>& minibatch) {
   }
   state.forget_old();
   state.microbatches.insert(state.microbatches.end(), minibatch.begin(), minibatch.end());
-  state.parts.insert(state.parts.end(), parts.begin(), parts.end());
+  state.parts.insert(state.parts.end(), weights.each.begin(), weights.each.end());
   ++state.here;
   state.run(state.row.admit(state.here));
 }
@@ -396,13 +397,7 @@ double PipeDream::evaluate(const std::vector<Microbatch>& microbatches) {
   auto& state = *state_;
   require(empty(), "an evaluation while minibatches are on their way: drain() first");
   require(!microbatches.empty(), "an evaluation of no microbatches");
-  double total = 0;
-  std::vector<double> weights;
-  for (const auto& microbatch : microbatches) {
-    weights.push_back(microbatch.weight.value_or(static_cast<double>(microbatch.samples())));
-    total += weights.back();
-  }
-  for (auto& weight : weights) weight = total > 0 ? weight / total : 0;
+  const auto weights = state.weigh(microbatches);
   const at::NoGradGuard no_grad;
   const auto& robin = state.options.robin;
   schedule::Schedule forwards{static_cast<int>(state.ranges.size()), static_cast<int>(microbatches.size()),
@@ -414,7 +409,7 @@ double PipeDream::evaluate(const std::vector<Microbatch>& microbatches) {
   Executor executor(schedule::lower(std::move(forwards), {.receive_ahead = state.options.receive_ahead}), state.me(),
                     state.stages, *state.links, *state.ties);
   state.stage().driver().unshard();
-  auto sums = executor.run({.microbatches = microbatches, .weights = weights});
+  auto sums = executor.run({.microbatches = microbatches, .weights = weights.each});
   state.stage().driver().reshard();
   auto mean = at::zeros({1}, at::TensorOptions(at::kDouble).device(state.device));
   if (sums.defined()) mean.copy_(sums.narrow(0, 0, 1));

@@ -61,8 +61,9 @@ class BONFIRE_API PipeDream : public Shares, public Sliced {
   void on_update(std::function<void(const StageUpdate&)> update);
   void on_cell(CellObserver observe);
 
-  // The next minibatch, the same on all ranks. Goes on as far as its forward on this rank's stage, if it is this replica's;
-  // what follows waits for the minibatches behind it. Collective.
+  // The next minibatch, the same on all ranks. Microbatch::weight: in the mean of their minibatch; minibatches weigh alike.
+  // Goes on as far as its forward on this rank's stage, if it is this replica's; what follows waits for the minibatches
+  // behind it. Collective.
   void admit(const std::vector<Microbatch>& minibatch);
   // Runs the pipeline empty: all that was admitted has been trained with. Throws Error unless can_drain(). Collective.
   void drain();

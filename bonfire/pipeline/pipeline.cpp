@@ -1,23 +1,21 @@
 #include "bonfire/pipeline/pipeline.h"
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <iterator>
 #include <string>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/eq.h>
 #include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/comm/hear.h"
-#include "bonfire/kernels/cross_entropy.h"
 #include "bonfire/pipeline/executor.h"
 #include "bonfire/pipeline/form.h"
 #include "bonfire/pipeline/links.h"
+#include "bonfire/pipeline/microbatch_weights.h"
 #include "bonfire/pipeline/stage.h"
 #include "bonfire/pipeline/tied.h"
 #include "bonfire/plan/sharding.h"
@@ -86,42 +84,6 @@ void require_units_can_gather(const schedule::Schedule& table, const PipelineOpt
           options.schedule_name, kind == schedule::Kind::unshard ? "UNSHARD" : "RESHARD", allowed);
 }
 
-// What microbatches weigh in the mean over all of them.
-struct Weights {
-  std::vector<double> each;
-  double total = 0;   // of what was said, or of samples
-  bool said = false;  // by the microbatches themselves
-};
-
-// Samples cannot weigh alike where some of their targets do not count. Targets on a GPU are not looked at: that would wait
-// for it.
-void require_no_masked_target(const Microbatch& microbatch, std::size_t number) {
-  const auto ignored = CrossEntropyOptions{}.ignore_index;
-  for (const auto& target : microbatch.target)
-    require(
-        !target.defined() || !target.is_cpu() || target.scalar_type() != at::kLong || !target.eq(ignored).any().item<bool>(),
-        "microbatch {} has targets of {}, which are masked, and no Microbatch::weight; allowed: on all microbatches of "
-        "all ranks, the number of targets that its loss is the mean of",
-        number, ignored);
-}
-
-Weights weights_of(const std::vector<Microbatch>& microbatches) {
-  Weights weights{.said = microbatches.front().weight.has_value()};
-  for (std::size_t at = 0; at < microbatches.size(); ++at) {
-    const auto& weight = microbatches[at].weight;
-    require(weight.has_value() == weights.said,
-            "microbatch {} has {} weight, and microbatch 0 has {}; allowed: all of them, or none", at, weight ? "a" : "no",
-            weights.said ? "one" : "none");
-    require(!weight || (std::isfinite(*weight) && *weight >= 0), "microbatch {} has a weight of {}; allowed: 0 and more", at,
-            weight.value_or(0));
-    weights.each.push_back(weight ? *weight : static_cast<double>(microbatches[at].samples()));
-    weights.total += weights.each.back();
-  }
-  for (std::size_t at = 0; at < microbatches.size() && !weights.said; ++at) require_no_masked_target(microbatches[at], at);
-  for (auto& weight : weights.each) weight = weights.total > 0 ? weight / weights.total : 0;
-  return weights;
-}
-
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 }  // namespace
@@ -161,7 +123,7 @@ struct Pipeline::State {
   void for_local_stages(const std::function<void(int stage)>& what) const;
   int rank_of(int stage) const { return index.find(schedule::Kind::forward, stage, 0).rank; }
   void agree(const Microbatch& microbatch);
-  Weights weights(const std::vector<Microbatch>& microbatches) const;
+  MicrobatchWeights weights(const std::vector<Microbatch>& microbatches) const;
   std::string probe(int stage, const Crossing& incoming, Tensors& values, const Microbatch& microbatch);
   Executor& evaluator(int microbatches);
   at::Tensor evaluated(Executor& executor, const Executor::Step& step);
@@ -283,7 +245,7 @@ void Pipeline::State::agree(const Microbatch& microbatch) {
 }
 
 // The ranks of one pipeline are given the same; those that train beside it are not, and would wait for it.
-Weights Pipeline::State::weights(const std::vector<Microbatch>& microbatches) const {
+MicrobatchWeights Pipeline::State::weights(const std::vector<Microbatch>& microbatches) const {
   try {
     return weights_of(microbatches);
   } catch (const std::exception& error) {

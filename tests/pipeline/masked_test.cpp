@@ -15,6 +15,7 @@
 #include "bonfire/data/loader.h"
 #include "bonfire/models/model.h"
 #include "bonfire/optim/optimizer.h"
+#include "bonfire/pipeline/pipedream.h"
 #include "bonfire/pipeline/pipeline.h"
 #include "bonfire/plan/pipeline.h"
 #include "bonfire/schedule/generate.h"
@@ -297,6 +298,85 @@ TEST(Weights, AreAskedForWhereTargetsAreMasked) {
       both[1].weight = count_of(masked.target[0]);
       EXPECT_GT(run(both), 0);
     }
+  });
+}
+
+PipeDreamOptions flushed(std::vector<int> replicas, int microbatches) {
+  const auto batch = batch_of(3, 0, 2);
+  PipeDreamOptions options{.example = {.input = {batch.input}, .target = {batch.target}}};
+  options.robin = {.replicas = std::move(replicas), .mode = schedule::WeightMode::flush, .microbatches = microbatches};
+  return options;
+}
+
+// With flushes PipeDream's equations are those of one rank.
+TEST(PipeDream, MaskedTargetsAreThoseOfOneRank) {
+  constexpr int each = samples / 6;
+  for (const auto& replicas : {std::vector{1, 1}, {2, 1}, {1, 2}})
+    for (const bool own_loss : {false, true})
+      run_ranks(replicas[0] + replicas[1], [&](World& world) {
+        PipeDream pipeline(world.mesh({.pipeline = world.size()}), masked_chain(own_loss), flushed(replicas, 6));
+        Sgd sgd(pipeline, {.lr = rate});
+        pipeline.on_update([&](const StageUpdate&) { sgd.step(); });
+        const auto minibatch = [&](int step) {
+          std::vector<Microbatch> list;
+          for (int at = 0; at < 6; ++at) {
+            const auto batch = batch_of(step, at * each, each);
+            list.push_back({.input = {batch.input}, .target = {batch.target}, .weight = count_of(batch.target)});
+          }
+          return list;
+        };
+        for (int step = 0; step < steps; ++step) pipeline.admit(minibatch(step));
+        pipeline.drain();
+        std::vector<double> losses, evaluated;
+        for (int step = 0; step < steps; ++step) losses.push_back(world.group().sum(pipeline.take_loss(step)));
+        for (int step = 0; step < steps; ++step) evaluated.push_back(pipeline.evaluate(minibatch(step)));
+        expect_near(losses, oracle().losses);
+        expect_near(evaluated, oracle().evaluated);
+        const auto whole = pipeline.engine().full_parameters();
+        expect_weights(pipeline.module());
+      });
+}
+
+// Nothing has happened when a minibatch is refused.
+TEST(PipeDream, MaskedTargetsWithoutAWeightAreRefused) {
+  run_ranks(2, [](World& world) {
+    PipeDream pipeline(world.mesh({.pipeline = 2}), masked_chain(false), flushed({1, 1}, 2));
+    Sgd sgd(pipeline, {.lr = rate});
+    pipeline.on_update([&](const StageUpdate&) { sgd.step(); });
+    const auto batch = batch_of(3, 0, 2);
+    const Microbatch whole{.input = {batch.input}, .target = {batch.target.clamp_min(0)}};
+    const Microbatch masked{.input = {batch.input}, .target = {batch.target}};
+    for (const bool trains : {true, false}) {
+      const auto run = [&](const std::vector<Microbatch>& microbatches) {
+        if (!trains) return static_cast<void>(pipeline.evaluate(microbatches));
+        pipeline.admit(microbatches);
+        pipeline.drain();
+      };
+      testing::expect_part(testing::thrown<Error>([&] {
+                             run({whole, masked});
+                           }),
+                           "microbatch 1 has targets of -100, which are masked, and no Microbatch::weight");
+      run({whole, whole});
+    }
+    EXPECT_EQ(pipeline.updates(), 1);
+  });
+}
+
+// Only the last stage's rank was given masked targets, and the other one does not wait for it for ever.
+TEST(PipeDream, MaskedTargetsThatOneRankHasAllHearOf) {
+  run_ranks(2, [](World& world) {
+    auto options = flushed({1, 1}, 2);
+    options.shard.patience = std::chrono::milliseconds(100);
+    PipeDream pipeline(world.mesh({.pipeline = 2}), masked_chain(false), options);
+    Sgd sgd(pipeline, {.lr = rate});
+    pipeline.on_update([&](const StageUpdate&) { sgd.step(); });
+    const auto batch = batch_of(3, 0, 2);
+    const Microbatch mine{.input = {batch.input}, .target = {world.rank() == 1 ? batch.target : batch.target.clamp_min(0)}};
+    const auto words = testing::thrown<std::exception>([&] {
+      pipeline.admit({mine, mine});
+      pipeline.drain();
+    });
+    testing::expect_part(words, "no Microbatch::weight");
   });
 }
 

@@ -60,6 +60,14 @@ std::vector<Microbatch> tower_minibatch(std::int64_t number, int microbatches, a
   return minibatch;
 }
 
+std::vector<Microbatch> minibatch_of(const OracleRun& run, std::int64_t number) {
+  auto minibatch = tower_minibatch(number, run.microbatches);
+  if (run.weighed)
+    for (std::size_t at = 0; at < minibatch.size(); ++at)
+      minibatch[at].weight = static_cast<double>((number + 2 * static_cast<std::int64_t>(at)) % 3);
+  return minibatch;
+}
+
 Oracle::Oracle(OracleRun run) : run_(std::move(run)) {
   const auto stages = run_.units.size();
   int unit = 0;
@@ -104,9 +112,12 @@ std::int64_t Oracle::version(int stage, std::int64_t minibatch) const {
 void Oracle::train(std::int64_t minibatches) {
   const bool in_turn = run_.mode == "pipedream" || run_.mode == "pipedream-vertical";
   for (std::int64_t end = number_ + minibatches; number_ < end; ++number_, ++since_drain_) {
-    const auto minibatch = tower_minibatch(number_, run_.microbatches);
-    double samples = 0, loss = 0;
-    for (const auto& microbatch : minibatch) samples += static_cast<double>(microbatch.input[0].size(0));
+    const auto minibatch = minibatch_of(run_, number_);
+    const auto weight_of = [](const Microbatch& one) {
+      return one.weight ? *one.weight : static_cast<double>(one.input[0].size(0));
+    };
+    double all = 0, loss = 0;
+    for (const auto& microbatch : minibatch) all += weight_of(microbatch);
     std::vector<Weights> used;
     for (std::size_t stage = 0; stage < versions_.size(); ++stage) {
       const auto which = base_[stage] + static_cast<std::size_t>(version(static_cast<int>(stage), since_drain_));
@@ -119,7 +130,7 @@ void Oracle::train(std::int64_t minibatches) {
       auto x = microbatch.input[0];
       for (const auto& weights : used)
         for (std::size_t at = 0; at < weights.size(); at += 2) x = apply(x, weights[at], weights[at + 1]);
-      const auto mean = loss_between(x, microbatch.target[0]) * (static_cast<double>(microbatch.input[0].size(0)) / samples);
+      const auto mean = loss_between(x, microbatch.target[0]) * (all > 0 ? weight_of(microbatch) / all : 0);
       mean.backward();
       loss += mean.item<double>();
     }

@@ -27,11 +27,15 @@ struct OracleRun {
   std::vector<int> replicas;  // of each stage
   std::string mode = "pipedream";
   int microbatches = 1;  // of a minibatch
+  bool weighed = false;  // Microbatch::weight, also 0
   bool stash = true;
   double lr = 0.05, momentum = 0.9;
   bool adam = false;
   double clip = 0;  // of each stage's gradient; 0: never
 };
+
+// That the run trains with.
+std::vector<Microbatch> minibatch_of(const OracleRun& run, std::int64_t number);
 
 // Goes through minibatches in order.
 class Oracle {

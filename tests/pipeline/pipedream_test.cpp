@@ -74,7 +74,7 @@ struct Trained {
 
   void train(const OracleRun& run, std::int64_t count) {
     for (const auto end = minibatches + count; minibatches < end; ++minibatches)
-      pipeline->admit(testing::tower_minibatch(minibatches, run.microbatches));
+      pipeline->admit(testing::minibatch_of(run, minibatches));
   }
 };
 
@@ -84,7 +84,7 @@ void expect_weights(PipeDream& pipeline, const Oracle& oracle) {
   const auto whole = pipeline.engine().full_parameters();
   for (const auto& item : pipeline.module().named_parameters()) {
     const auto& other = expected.at(item.key());
-    EXPECT_LT((item.value() - other).norm().item<double>(), 1e-9 * other.norm().item<double>())
+    EXPECT_LT((item.value() - other).norm().item<double>(), 1e-12 * other.norm().item<double>())
         << item.key() << " of stage " << pipeline.stage();
   }
 }
@@ -118,7 +118,7 @@ void expect_equations(const OracleRun& run, int updates = 50) {
     for (std::int64_t at = 0; at < count; ++at) losses[static_cast<std::size_t>(at)] += trained.pipeline->take_loss(at);
   });
   for (std::size_t at = 0; at < losses.size(); ++at)
-    EXPECT_NEAR(losses[at], oracle.losses()[at], 1e-9 * oracle.losses()[at]) << "minibatch " << at;
+    EXPECT_NEAR(losses[at], oracle.losses()[at], 1e-12 * oracle.losses()[at]) << "minibatch " << at;
   for (std::size_t stage = 0; stage < staleness.size(); ++stage)
     EXPECT_EQ(staleness[stage], oracle.staleness(static_cast<int>(stage))) << "stage " << stage;
 }
@@ -169,7 +169,7 @@ TEST(PipeDream, DrainsAnywhere) {
         // Forwards alone, with the newest weights.
         std::vector<Microbatch> held_out;
         for (int at = 0; at < 5; ++at) held_out.push_back(testing::tower_minibatch(900 + at, 1)[0]);
-        EXPECT_NEAR(trained.pipeline->evaluate(held_out), oracle.loss_of(held_out), 1e-9);
+        EXPECT_NEAR(trained.pipeline->evaluate(held_out), oracle.loss_of(held_out), 1e-12);
         // What is loaded in between are the newest weights.
         for (const auto& slice : trained.pipeline->slices()) slice.write(0, slice.read());
         trained.pipeline->slices_written();
@@ -185,6 +185,20 @@ TEST(PipeDream, DrainsAnywhere) {
 TEST(PipeDream, AccumulatesInsideAMinibatch) {
   for (const auto mode : {WeightMode::stashing, WeightMode::vertical})
     for (const auto& replicas : {std::vector{1, 1, 1}, {3, 1}, {2, 3}}) expect_equations(run_of(replicas, mode, 3), 10);
+}
+
+// A minibatch that weighs nothing has gradients and a loss of 0.
+TEST(PipeDream, WeighsMicrobatchesAsTheySay) {
+  for (const auto mode : modes)
+    for (const auto& replicas : {std::vector{1, 1, 1}, {2, 1}, {1, 2}}) {
+      const bool in_turn = mode == WeightMode::stashing || mode == WeightMode::vertical;
+      auto run = run_of(replicas, mode, in_turn ? 2 : 0);
+      run.weighed = true;
+      expect_equations(run, 12);
+      if (!in_turn) continue;
+      run.microbatches = 1;
+      expect_equations(run, 12);
+    }
 }
 
 TEST(PipeDream, ClipsTheGradientOfEachStage) {
