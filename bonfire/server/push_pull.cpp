@@ -148,6 +148,12 @@ void PushPull::end(std::size_t, FlatParameter& flat) {
   if (std::none_of(units_.begin(), units_.end(), [](const Unit& unit) { return !unit.answers.empty(); })) ended_ = false;
 }
 
+std::string PushPull::averaged_by() const {
+  return options_.mode == ServerMode::synchronous
+             ? "a parameter server, which averages the workers' means and weighs workers alike"
+             : fmt::format("a parameter server in {} mode, where each worker's mean is an update", name_of(options_.mode));
+}
+
 void PushPull::end_push(Engine& engine, double number) {
   bool finite = true;
   if (options_.mode != ServerMode::synchronous && (options_.clip > 0 || options_.skip_non_finite)) {

@@ -10,6 +10,7 @@
 #include "bonfire/comm/world.h"
 #include "bonfire/server/options.h"
 #include "bonfire/server/peer.h"
+#include "bonfire/shard/mean_scale.h"
 #include "bonfire/shard/reduction.h"
 
 namespace bonfire {
@@ -18,7 +19,7 @@ class Engine;
 
 // A worker's side: gradients leave for the servers bucket by bucket while backward runs, and new weights come back Unit by
 // Unit. To the engine it is the reduction over replicas.
-class PushPull final : public Reduction {
+class PushPull final : public Reduction, public AveragesOthers {
  public:
   // Collective: connects to every server.
   PushPull(const World& world, ServerOptions options);
@@ -31,6 +32,7 @@ class PushPull final : public Reduction {
   void begin(std::size_t bucket, FlatParameter& flat) override;
   void advance(std::size_t bucket, FlatParameter& flat) override;
   void end(std::size_t bucket, FlatParameter& flat) override;
+  std::string averaged_by() const override;
 
   // All gradients of the step are there: the servers may use them. `number` is averaged beside them.
   void end_push(Engine& engine, double number);

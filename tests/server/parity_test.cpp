@@ -8,12 +8,15 @@
 
 #include <ATen/ATen.h>
 
+#include "bonfire/base/error.h"
 #include "bonfire/optim/optimizer.h"
 #include "bonfire/server/server.h"
 #include "bonfire/server/worker.h"
 #include "bonfire/shard/engine.h"
+#include "bonfire/shard/mean_scale.h"
 #include "tests/shard/twins.h"
 #include "tests/support/ranks.h"
+#include "tests/support/thrown.h"
 
 namespace bonfire::testing::parity_test {
 namespace {
@@ -123,6 +126,24 @@ TEST(ServerParity, SynchronousServersTrainLikeDataParallelRanks) {
 TEST(ServerParity, ClipsByTheNormOfTheWholeModel) {
   for (const int servers : {1, 3})
     expect_alike(3, servers, kinds().back(), {.step = {.clip = 0.05, .skip_non_finite = true}});
+}
+
+// Servers know nothing of what a worker's mean is of.
+TEST(ServerParity, MeansOverAllWorkersTargetsAreRefused) {
+  for (const auto mode : {ServerMode::synchronous, ServerMode::asynchronous}) {
+    const ServerOptions options{.mode = mode};
+    run_ranks(2, [&](World& world) {
+      if (is_server(world, options)) return static_cast<void>(Server(world, options, kinds().front().make).serve());
+      Chain net(3);
+      Worker worker(world, net, options);
+      expect_part(thrown<Error>([&] { mean_scale(worker.engine(), 3); }),
+                  mode == ServerMode::synchronous
+                      ? "mean_scale beside a parameter server, which averages the workers' means and weighs workers alike; "
+                        "allowed: the mean over this rank's own targets"
+                      : "mean_scale beside a parameter server in asynchronous mode, where each worker's mean is an update");
+      worker.finish();
+    });
+  }
 }
 
 TEST(ServerParity, WorkersMayPullTheAverageInPlaceOfWeights) {
