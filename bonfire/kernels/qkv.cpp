@@ -218,10 +218,8 @@ void require_packed(const Tensor& qkv, const QkvLayout& layout) {
           "split_qkv: {} heads of queries, {} of keys; allowed: a number of keys' heads that divides that of queries",
           layout.heads, layout.kv_heads);
   require_sizes({"split_qkv", "qkv", qkv}, {any_size, any_size, any_size}, qkv);
-  require(qkv.size(2) % heads == 0,
-          "split_qkv: the last of {} dimensions is {}; allowed: [batch, sequence, {} heads of one "
-          "size]",
-          qkv.dim(), qkv.size(2), heads);
+  require(qkv.size(2) % heads == 0, "split_qkv: qkv is [{}, {}, {}]; allowed: [batch, sequence, {} heads of one size]",
+          qkv.size(0), qkv.size(1), qkv.size(2), heads);
   if (!cosine.defined()) return;
   const std::int64_t size = qkv.size(2) / heads;
   require(size % 2 == 0, "split_qkv: heads of size {} are to turn; allowed: an even size, whose halves turn together", size);

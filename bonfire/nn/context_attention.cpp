@@ -295,12 +295,16 @@ void require_heads(const ContextRanks& ranks, std::int64_t heads, std::int64_t k
 }
 
 Tensor context_attention(const Tensor& qkv, const QkvLayout& layout, const Documents& documents, const ContextRanks& ranks) {
-  require_sizes({"context_attention", "qkv", qkv}, {any_size, any_size, any_size}, qkv);
+  // The table may be shorter than the positions that are here, where documents are.
+  require_packed(qkv, {.heads = layout.heads, .kv_heads = layout.kv_heads});
   if (ranks.way == ContextWay::ring || !ranks.split())
     return attention_here(qkv, layout, documents.places(ranks.part(), qkv.size(1)), ranks.group);
   require_heads(ranks, layout.heads, layout.kv_heads);
   const std::int64_t size = qkv.size(2) / (layout.heads + 2 * layout.kv_heads), queries = layout.heads * size,
                      keys = layout.kv_heads * size;
+  // Before anything is exchanged.
+  if (const auto& cosine = layout.rotary.cosine; cosine.defined())
+    require_sizes({"context_attention", "the table of cosines", cosine}, {any_size, size / 2}, qkv);
   const Tensor all = exchanged(qkv, {ranks.group, {queries, keys, keys}}, true);
   QkvLayout own = layout;
   own.heads /= ranks.group.size();

@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/kernels/argument.h"
 #include "bonfire/kernels/backward_node.h"
 #include "bonfire/nn/dropout_state.h"
 
@@ -117,7 +118,24 @@ struct GatheredColumnsNode : BackwardNode {
   }
 };
 
+// Before anything is exchanged.
+void require_positions(const Tensor& partial, const Tensor& positions, const Tensor& places) {
+  if (!positions.defined()) return;
+  require_sizes({"sum_of_parts", "partial", partial}, {any_size, any_size, any_size}, partial);
+  require_sizes({"sum_of_parts", "positions", positions}, {any_size, partial.size(2)}, partial);
+  if (!places.defined()) {
+    require(partial.size(1) <= positions.size(0), "the sequence has {} tokens; the model knows {} positions",
+            partial.size(1), positions.size(0));
+    return;
+  }
+  if (places.dim() == 2)
+    require_sizes({"sum_of_parts", "places", places}, {partial.size(0), partial.size(1)}, partial);
+  else
+    require_sizes({"sum_of_parts", "places", places}, {partial.size(1)}, partial);
+}
+
 Tensor sum_and_add(const Tensor& partial, const Tensor& positions, const Tensor& places, const TensorRanks& ranks) {
+  require_positions(partial, positions, places);
   auto node = node_behind<SumNode>({partial, positions});
   Tensor out;
   {
@@ -132,8 +150,6 @@ Tensor sum_and_add(const Tensor& partial, const Tensor& positions, const Tensor&
         sizes.push_back(positions.size(1));
         out.add_(positions.index_select(0, here.flatten()).view(sizes));
       } else {
-        require(partial.size(1) <= positions.size(0), "the sequence has {} tokens; the model knows {} positions",
-                partial.size(1), positions.size(0));
         out.add_(positions.narrow(0, begin, own));
       }
     }

@@ -1,16 +1,20 @@
 #include "bonfire/nn/split_products.h"
 
+#include <algorithm>
 #include <vector>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <fmt/ranges.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/kernels/argument.h"
 #include "bonfire/kernels/backward_node.h"
 #include "bonfire/kernels/cross_entropy.h"
 #include "bonfire/kernels/partial_cross_entropy.h"
 #include "bonfire/nn/exchanged_product.h"
+#include "bonfire/nn/split_arguments.h"
 
 namespace bonfire {
 namespace {
@@ -31,13 +35,6 @@ std::vector<std::int64_t> with_all_positions(const Tensor& x, const TensorRanks&
   auto sizes = x.sizes().vec();
   if (ranks.sequence) sizes[1] *= ranks.group.size();
   return sizes;
-}
-
-void require_activations(const char* op, const Tensor& x, const Tensor& weight, const TensorRanks& ranks) {
-  require(x.dim() >= 2 && (x.dim() == 3 || !ranks.sequence),
-          "{}: x has {} dimensions; allowed: 2 or more, and with a split sequence [batch, sequence, width]", op, x.dim());
-  require(weight.dim() == 2 && weight.size(1) == x.size(-1), "{}: the weight is [{}, {}] for x of width {}", op,
-          weight.size(0), weight.size(-1), x.size(-1));
 }
 
 void refuse_fp8(const char* op, const LinearOptions& options) {
@@ -320,7 +317,10 @@ at::ScalarType loss_type(const Tensor& x) { return x.scalar_type() == at::kDoubl
 
 Streamed rows_linear(const Tensor& given, const NormWeights& norm, const Tensor& weight, const LinearOptions& options,
                      const TensorRanks& ranks) {
-  require_activations("rows_linear", given, weight, ranks);
+  require_between_layers("rows_linear", given, ranks);
+  require_norm_between("rows_linear", given, norm);
+  require_split_product("rows_linear", given, given.size(-1), weight, options.bias);
+  require(!options.residual.defined(), "rows_linear: its options have a residual; allowed: none");
   refuse_fp8("rows_linear", options);
   const Tensor x = given.contiguous();
   auto node = node_behind<RowsNode>({x, norm.weight, norm.bias, weight, options.bias});
@@ -349,8 +349,13 @@ Streamed rows_linear(const Tensor& given, const NormWeights& norm, const Tensor&
 Tensor columns_linear(const Tensor& given, const Tensor& weight, const ColumnsLinearOptions& how, const TensorRanks& ranks) {
   const auto& options = how.linear;
   const bool gated = how.activation == Activation::swiglu;
-  require(given.dim() >= 2 && weight.dim() == 2 && given.size(-1) == weight.size(1) * (gated ? 2 : 1),
-          "columns_linear: a weight with {} columns for x of width {}", weight.size(-1), given.size(-1));
+  require_between_layers("columns_linear", given, ranks);
+  require_split_product("columns_linear", given,
+                        gated ? require_halves({"columns_linear", "x, gates and ups,", given}) : given.size(-1), weight,
+                        options.bias);
+  if (options.residual.defined())
+    require_sizes({"columns_linear", "residual", options.residual}, sizes_between_layers(given, weight.size(0), ranks),
+                  given);
   refuse_fp8("columns_linear", options);
   const Tensor x = given.contiguous();
   auto node = node_behind<ColumnsNode>({x, weight, options.bias, options.residual});
@@ -378,6 +383,8 @@ Tensor columns_linear(const Tensor& given, const Tensor& weight, const ColumnsLi
 }
 
 Tensor norm_between(const Tensor& given, const NormWeights& norm, const TensorRanks& ranks) {
+  require_between_layers("norm_between", given, ranks);
+  require_norm_between("norm_between", given, norm);
   const Tensor x = given.contiguous();
   auto node = node_behind<NormNode>({x, norm.weight, norm.bias});
   NormForward made;
@@ -393,6 +400,7 @@ Tensor norm_between(const Tensor& given, const NormWeights& norm, const TensorRa
 
 Tensor gather_shared_heads(const Tensor& packed, const SharedHeads& heads) {
   const std::int64_t parts = heads.sharing.size();
+  require_shared_heads(packed, heads.queries);
   if (parts == 1) return packed;
   auto node = node_behind<SharedHeadsNode>({packed});
   Tensor out;
@@ -414,7 +422,12 @@ Tensor gather_shared_heads(const Tensor& packed, const SharedHeads& heads) {
 
 Tensor rows_cross_entropy(const Tensor& given, const Tensor& weight, const Tensor& given_target,
                           const SplitLossOptions& options, const TensorRanks& ranks) {
-  require_activations("rows_cross_entropy", given, weight, ranks);
+  require_between_layers("rows_cross_entropy", given, ranks);
+  require_split_product("rows_cross_entropy", given, given.size(-1), weight, {});
+  require_targets_of_rows(given, given_target, ranks);
+  require(options.first >= 0 && options.first + weight.size(0) <= options.classes,
+          "rows_cross_entropy: the weight is [{}], rows from {} on of {} classes; allowed: rows of them",
+          fmt::join(weight.sizes(), ", "), options.first, options.classes);
   const Tensor x = given.contiguous();
   const at::ScalarType type = loss_type(x);
   constexpr std::int64_t ignored = -100;
@@ -431,7 +444,6 @@ Tensor rows_cross_entropy(const Tensor& given, const Tensor& weight, const Tenso
     target = target.sub(options.first);
     read = as_rows(Gathering(ranks, x).finish());
   }
-  require(read.size(0) == target.numel(), "rows_cross_entropy: {} targets for {} positions", target.numel(), read.size(0));
   // Of the longest part, so that all ranks have the same chunks.
   const std::int64_t rows = read.size(0), parts = ranks.group.size(),
                      row_bytes = (options.classes + parts - 1) / parts * static_cast<std::int64_t>(x.element_size());

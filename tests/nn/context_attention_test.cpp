@@ -253,6 +253,23 @@ TEST(ContextAttention, RefusesWhatDoesNotFit) {
                            context_attention(at::zeros({1, 4, 6 * size}), {.heads = 4, .kv_heads = 1}, {}, ranks);
                          }),
                          "1 heads of keys over 2 ranks that exchange them; allowed: a multiple of 2");
+    // A column would be lost.
+    for (const auto way : {ContextWay::heads, ContextWay::ring})
+      testing::expect_part(
+          testing::thrown<Error>([&] {
+            context_attention(at::zeros({1, 4, 65}), {.heads = 4, .kv_heads = 2}, {}, {.group = ranks.group, .way = way});
+          }),
+          "qkv is [1, 4, 65]; allowed: [batch, sequence, 8 heads of one size]");
+    testing::expect_part(testing::thrown<Error>([&] {
+                           context_attention(at::zeros({1, 4, 8 * size}),
+                                             {.heads = 4, .kv_heads = 2, .rotary = rotary_table({8, size + 2}, at::kFloat)},
+                                             {}, ranks);
+                         }),
+                         "the table of cosines is Float [8, 4] on cpu; allowed beside Float [1, 4, 48] on cpu: [any, 3]");
+    testing::expect_part(testing::thrown<Error>([&] {
+                           context_attention(at::zeros({4, 48}), {.heads = 4, .kv_heads = 2}, {}, ranks);
+                         }),
+                         "qkv is Float [4, 48] on cpu; allowed beside Float [4, 48] on cpu: [any, any, any]");
     testing::expect_part(testing::thrown<ConfigError>([&] {
                            nn::Attention(nn::Linear(at::zeros({12, 4})), nn::Linear(at::zeros({4, 4})),
                                          nn::AttentionOptions{.causal = false, .context = ranks});
