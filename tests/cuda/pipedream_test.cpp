@@ -38,7 +38,7 @@ void expect_equations(World& world, const std::vector<int>& replicas, schedule::
   const auto whole = pipeline.engine().full_parameters();
   for (const auto& item : pipeline.module().named_parameters()) {
     const auto& other = expected.at(item.key());
-    EXPECT_LT((item.value().cpu() - other).norm().item<double>(), 1e-9 * other.norm().item<double>()) << item.key();
+    EXPECT_LT((item.value().cpu() - other).norm().item<double>(), 1e-12 * other.norm().item<double>()) << item.key();
   }
 }
 

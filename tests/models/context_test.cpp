@@ -227,8 +227,8 @@ Outcome train(const Training& run) {
 void expect_same(const Outcome& seen, const Outcome& expected, const std::string& what) {
   ASSERT_EQ(seen.losses.size(), expected.losses.size()) << what;
   for (std::size_t step = 0; step < seen.losses.size(); ++step) {
-    EXPECT_NEAR(seen.losses[step], expected.losses[step], 1e-9 * expected.losses[step]) << what << ", step " << step;
-    EXPECT_NEAR(seen.norms[step], expected.norms[step], 1e-9 * expected.norms[step]) << what << ", step " << step;
+    EXPECT_NEAR(seen.losses[step], expected.losses[step], 1e-12 * expected.losses[step]) << what << ", step " << step;
+    EXPECT_NEAR(seen.norms[step], expected.norms[step], 1e-12 * expected.norms[step]) << what << ", step " << step;
   }
   for (const char* kind : {"value", "momentum"}) {
     const auto names = expected.saved->names(kind);
@@ -236,7 +236,7 @@ void expect_same(const Outcome& seen, const Outcome& expected, const std::string
     EXPECT_EQ(seen.saved->names(kind), names) << what;
     for (const auto& name : names) {
       const auto one = expected.saved->at(name, kind), other = seen.saved->at(name, kind);
-      EXPECT_LE((other - one).norm().item<double>(), 1e-9 * one.norm().item<double>() + 1e-14)
+      EXPECT_LE((other - one).norm().item<double>(), 1e-12 * one.norm().item<double>() + 1e-14)
           << what << ": " << name << " " << kind;
     }
   }
@@ -279,8 +279,8 @@ TEST_P(SharedSamples, GoOnFromWhatAnotherLayoutSaved) {
   const Layout one, shared{.context = 2, .shard = 2, .what = Sharded::parameters}, four{.context = 4};
   for (const auto& [from, to] : {std::pair{one, shared}, {shared, four}, {four, one}}) {
     const auto half = train({.spec = GetParam().spec, .layout = from, .steps = 2});
-    expect_same(train({.spec = GetParam().spec, .layout = to, .steps = 2, .first_step = 2, .from = half.saved.get()}), expected,
-                from.words() + " to " + to.words());
+    expect_same(train({.spec = GetParam().spec, .layout = to, .steps = 2, .first_step = 2, .from = half.saved.get()}),
+                expected, from.words() + " to " + to.words());
   }
 }
 

@@ -219,8 +219,8 @@ void train(const Training& run, Outcome& outcome) {
 void expect_same(const Outcome& seen, const Outcome& expected, const std::string& what) {
   ASSERT_EQ(seen.losses.size(), expected.losses.size()) << what;
   for (std::size_t step = 0; step < seen.losses.size(); ++step) {
-    EXPECT_NEAR(seen.losses[step], expected.losses[step], 1e-9 * expected.losses[step]) << what << ", step " << step;
-    EXPECT_NEAR(seen.norms[step], expected.norms[step], 1e-9 * expected.norms[step]) << what << ", step " << step;
+    EXPECT_NEAR(seen.losses[step], expected.losses[step], 1e-12 * expected.losses[step]) << what << ", step " << step;
+    EXPECT_NEAR(seen.norms[step], expected.norms[step], 1e-12 * expected.norms[step]) << what << ", step " << step;
   }
   for (const char* kind : {"value", "momentum"}) {
     const auto names = expected.saved.names(kind);
@@ -228,7 +228,7 @@ void expect_same(const Outcome& seen, const Outcome& expected, const std::string
     EXPECT_EQ(seen.saved.names(kind), names) << what;
     for (const auto& name : names) {
       const auto one = expected.saved.at(name, kind), other = seen.saved.at(name, kind);
-      EXPECT_LE((other - one).norm().item<double>(), 1e-9 * one.norm().item<double>() + 1e-14)
+      EXPECT_LE((other - one).norm().item<double>(), 1e-12 * one.norm().item<double>() + 1e-14)
           << what << ": " << name << " " << kind;
     }
   }
@@ -346,7 +346,7 @@ TEST(SplitLayers, GiveWholeLogitsWithoutATarget) {
       const TensorRanks ranks{.group = world.mesh({.tensor = 2}).group(Axis::tensor), .sequence = true};
       auto model = build_model(plan::describe(spec, {.rank = world.rank(), .ranks = 2, .sequence = true}),
                                {.seed = 3, .dtype = at::kDouble, .tensor = ranks});
-      EXPECT_TRUE(at::allclose(model->forward(input), expected, 1e-10, 1e-12)) << name;
+      EXPECT_TRUE(at::allclose(model->forward(input), expected, 1e-12, 1e-13)) << name;
     });
   }
 }
