@@ -202,6 +202,8 @@ class Trainee {
       // Where nothing was left to wait for, in the next collective.
       for (auto* engine : all_) engine->check_equal();
       const auto whole = full_parameters();
+      // An engine without parameters of its own has none.
+      all_.front()->groups().all.barrier().wait();
     } catch (const std::exception& error) {
       const std::string words = error.what();
       if (words.find("asked to throw in backward") != std::string::npos) return;
