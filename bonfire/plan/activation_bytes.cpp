@@ -77,18 +77,6 @@ const ParameterDescription* weight_in(const UnitDescription& unit, std::string_v
 // Whether products with this weight are made in eight bits, where they can be.
 bool suits_eight_bits(const ParameterDescription& weight) { return weight.shape[0] % 16 == 0 && weight.shape[1] % 16 == 0; }
 
-// What the CPU's kernels have of their own in the backward of a convolution, in elements of a sample. oneDNN works in blocks
-// of eight channels and copies what it reads into that order, but for an input of a few channels. Single small samples in
-// four bytes, and all in two bytes that this CPU's oneDNN does not know, are multiplied as columns of their nine neighbours;
-// in two bytes the sum of a bias is then made of an fp32 copy.
-std::int64_t convolution_workspace(const Convolution& of, Dtype compute, const MemoryOptions& options) {
-  constexpr std::int64_t block = 8, few = 4, small = 20480;
-  if (compute != Dtype::fp32 && !options.narrow_convolutions) return std::max(9 * of.input(), 2 * of.output());
-  if (compute == Dtype::fp32 && options.tokens == 1 && of.input() <= small) return 9 * of.input();
-  const auto blocked = [&](std::int64_t channels) { return (channels + block - 1) / block * block * of.pixels; };
-  return blocked(of.output_channels) + (of.input_channels < few ? 0 : blocked(of.input_channels));
-}
-
 // What one Unit, or backward at one Unit, has.
 class Walk {
  public:
@@ -212,16 +200,17 @@ class Walk {
         longest_logits(model_, unit) * element_ * options_.memory.tokens > most_logit_bytes)
       return of_chunks(at);
     const std::int64_t weight = apart(at);
-    std::int64_t beside = unit.working_beside_weight;
+    std::int64_t beside = unit.working_beside_weight, gradient = 0;
     if (unit.weight_apart && options_.memory.on_host) {
       // The description counts what is read once more.
       const auto convolution = convolution_of(model_, unit);
-      beside += convolution_workspace(convolution, layout_.compute, options_.memory) -
-                (convolution.input() + convolution.output());
+      const auto workspace = convolution_workspace(convolution, layout_.compute, options_.memory);
+      beside += workspace.elements - (convolution.input() + convolution.output());
+      gradient = weight > 0 ? workspace.gradient_bytes : 0;
     }
-    const std::int64_t working =
-        std::max({unit.working_elements * element_ * options_.memory.tokens,
-                  beside * element_ * options_.memory.tokens + weight, in_shared_attention(unit) * options_.memory.tokens});
+    const std::int64_t working = std::max({unit.working_elements * element_ * options_.memory.tokens,
+                                           beside * element_ * options_.memory.tokens + weight + gradient,
+                                           in_shared_attention(unit) * options_.memory.tokens});
     // The result of a forward that runs again is there until it has ended.
     const std::int64_t result = is_recomputed(unit) ? unit.output_elements * element_ * options_.memory.tokens : 0;
     // So is its own input that came back from the host, and that of the Unit before.
@@ -255,9 +244,10 @@ class Walk {
   std::int64_t in_weights(std::size_t at) const {
     const auto& unit = model_.units[at];
     std::int64_t bytes = apart(at);
-    if (unit.weight_apart && bytes > 0 && options_.memory.on_host)
-      bytes += convolution_workspace(convolution_of(model_, unit), layout_.compute, options_.memory) * element_ *
-               options_.memory.tokens;
+    if (unit.weight_apart && bytes > 0 && options_.memory.on_host) {
+      const auto workspace = convolution_workspace(convolution_of(model_, unit), layout_.compute, options_.memory);
+      bytes += workspace.elements * element_ * options_.memory.tokens + workspace.gradient_bytes;
+    }
     return bytes;
   }
 

@@ -5,6 +5,7 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/plan/activations.h"
+#include "bonfire/plan/convolution.h"
 #include "bonfire/plan/layout.h"
 #include "bonfire/plan/memory.h"
 #include "bonfire/plan/model.h"
@@ -29,12 +30,7 @@ struct Activations {
   std::vector<std::int64_t> in_weights{};  // the most while the second half of a split backward makes its weights' gradients
 };
 
-// The convolution of a Unit that has one, of a sample, in elements.
-struct Convolution {
-  std::int64_t input_channels = 0, output_channels = 0, pixels = 0;
-  std::int64_t input() const { return input_channels * pixels; }
-  std::int64_t output() const { return output_channels * pixels; }
-};
+// Of a Unit that has one.
 Convolution convolution_of(const ModelDescription& model, const UnitDescription& unit);
 
 // Whether what a Unit is given is among what it keeps for backward.

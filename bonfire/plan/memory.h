@@ -35,6 +35,7 @@ struct MemoryOptions {
   bool own_attention = true;
   // On the host: the CPU's library has convolutions in two bytes. Torch's own work otherwise.
   bool narrow_convolutions = false;
+  int threads = 1;                   // on the host: of a rank
   std::int64_t workspace_bytes = 0;  // what libraries of a GPU work in
   bool copies_to_save = false;       // checkpoints are written from a copy, while training goes on
   bool learns_order = true;          // false: ranks agree on every gather, and none is ahead

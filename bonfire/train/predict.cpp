@@ -2,7 +2,9 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "bonfire/comm/cores.h"
 #include "bonfire/comm/device.h"
+#include "bonfire/comm/environment.h"
 #include "bonfire/kernels/gemm.h"
 #include "bonfire/pipeline/pipedream_row.h"
 #include "bonfire/plan/pipeline.h"
@@ -116,6 +118,7 @@ plan::MemoryOptions memory_options_of(const Config& config) {
           .on_host = on_host,
           .own_attention = cpu::prefers_own_gemm(),
           .narrow_convolutions = library_convolves(data_parallel_of(config).compute),
+          .threads = threads_per_rank(process_variables(), static_cast<int>(config.ranks()), usable_cores()),
           .workspace_bytes = on_host ? 0 : gpu_workspaces,
           .copies_to_save =
               config.checkpoint.asynchronous && config.checkpoint.every > 0 && config.checkpoint.every < config.train.steps,

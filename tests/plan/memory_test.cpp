@@ -250,7 +250,37 @@ TEST(Memory, ConvolutionsInTwoBytesWorkInBlocksWhereTheLibraryHasThem) {
         .activations;
   };
   EXPECT_EQ(activations(Dtype::fp32, true), activations(Dtype::fp32, false));
-  EXPECT_EQ(activations(Dtype::bf16, false) - activations(Dtype::bf16, true), 2 * (9 - 2) * input * samples);
+  const auto gradient = convolution_workspace({32, 32, 32 * 32}, Dtype::bf16,
+                                              {.tokens = samples, .narrow_convolutions = true})
+                            .gradient_bytes;
+  EXPECT_EQ(activations(Dtype::bf16, false) - activations(Dtype::bf16, true), 2 * (9 - 2) * input * samples - gradient);
+}
+
+// What oneDNN of LibTorch 2.11 was seen to allocate on a CPU with AVX512-BF16 (jit_avx512_core_bf16, for the weight's
+// gradient), but for its barriers, of which each has a page.
+TEST(Memory, TheGradientOfAConvolutionInTwoBytesIsMadeInFourAndByParts) {
+  struct Seen {
+    std::int64_t input, output, side, samples;
+    int threads;
+    std::int64_t bytes;
+  };
+  for (const auto& seen :
+       {Seen{192, 192, 24, 4, 2, 3585988}, {192, 192, 12, 4, 2, 1464516}, {48, 48, 48, 4, 2, 1078084},
+        {64, 128, 24, 1, 2, 1054148},      {1, 192, 24, 4, 2, 245700},    {1, 48, 48, 4, 2, 454852},
+        {1, 64, 24, 1, 2, 93124},          {128, 256, 16, 2, 4, 2791876}, {64, 128, 32, 2, 4, 1414596},
+        {3, 64, 32, 2, 4, 155076},         {128, 256, 8, 8, 1, 1242564},  {64, 128, 16, 8, 1, 406468},
+        {64, 64, 12, 3, 4, 396228},        {32, 64, 24, 3, 4, 396228},    {3, 32, 24, 3, 4, 101828},
+        {24, 40, 20, 2, 2, 252740},        {128, 256, 16, 2, 8, 2820548}, {3, 128, 16, 2, 8, 96708}}) {
+    const auto bytes =
+        convolution_workspace({seen.input, seen.output, seen.side * seen.side}, Dtype::bf16,
+                              {.tokens = seen.samples, .narrow_convolutions = true, .threads = seen.threads})
+            .gradient_bytes;
+    const std::string what = fmt::format("{} to {} channels of {} x {}, {} samples, {} threads", seen.input, seen.output,
+                                         seen.side, seen.side, seen.samples, seen.threads);
+    EXPECT_LE(bytes, seen.bytes) << what;
+    EXPECT_LE(seen.bytes, bytes + (4 + seen.threads) * 4500) << what;
+  }
+  EXPECT_EQ(convolution_workspace({64, 64, 256}, Dtype::fp32, {.tokens = 4, .threads = 2}).gradient_bytes, 0);
 }
 
 // Units in front of everything that is trained are run without a graph: they keep nothing.
