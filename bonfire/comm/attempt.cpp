@@ -192,7 +192,11 @@ void Attempt::handle(int signal) {
   }
   if (!is_stop_request(signal)) return;  // SIGCONT: pause() has returned, or nobody had stopped
   // A second request does not wait any longer. A hang-up is none: a terminal that goes away sends several.
-  if (signal != SIGHUP && ++requests_ > 1) return signal_all(SIGKILL);
+  if (signal != SIGHUP) {
+    if (first_request_ && Clock::now() - *first_request_ > kOneRequest) return signal_all(SIGKILL);
+    if (first_request_) return;
+    first_request_ = Clock::now();
+  }
   if (asked_to_stop_ && signal == SIGHUP) return;
   // The ranks are being ended already; they are not started again.
   if (ending_) {

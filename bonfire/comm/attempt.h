@@ -102,11 +102,11 @@ class Attempt {
   std::optional<Deadline> kill_at_;
   bool ending_ = false;  // because of a failure
   bool asked_to_stop_ = false;
-  int requests_ = 0;                      // by SIGINT or SIGTERM
-  bool pausing_ = false;                  // with this launcher
-  std::optional<Deadline> paused_since_;  // because of another node's launcher
-  bool saved_ = false;                    // a rank ended with code 3
-  bool unsaved_ = false;                  // a rank was asked to end and did so without saving
+  std::optional<Deadline> first_request_;  // by SIGINT or SIGTERM
+  bool pausing_ = false;                   // with this launcher
+  std::optional<Deadline> paused_since_;   // because of another node's launcher
+  bool saved_ = false;                     // a rank ended with code 3
+  bool unsaved_ = false;                   // a rank was asked to end and did so without saving
   std::optional<Deadline> told_ended_;
 };
 

@@ -5,7 +5,9 @@
 
 #include <array>
 #include <atomic>
+#include <cstdlib>
 
+#include "bonfire/base/clock.h"
 #include "bonfire/base/system_error.h"
 #include "bonfire/comm/signal_events.h"
 
@@ -20,6 +22,8 @@ constexpr int kEndNow = 0x626f6e;  // comes with it
 
 // A signal handler can be given nothing: what it needs must be where it can find it.
 std::atomic<int> stop_end{-1};
+std::atomic<Nanoseconds> first_request{0};  // SIGINT or SIGTERM; 0: none yet
+std::atomic<pid_t> launcher{-1};            // of ours; -1: none
 
 void end_at_once(int, siginfo_t* about, void*) {
   if (about->si_code != SI_QUEUE || about->si_value.sival_int != kEndNow) return;
@@ -32,9 +36,17 @@ void end_at_once(int, siginfo_t* about, void*) {
   pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
 }
 
-void note_request(int signal) {
+void note_request(int signal, siginfo_t* about, void*) {
   const int error = errno;
-  if (signal == SIGINT || signal == SIGTERM) ::signal(signal, SIG_DFL);
+  // Our launcher has forwarded what may have come directly as well; where it is asked twice, it kills.
+  if ((signal == SIGINT || signal == SIGTERM) && about->si_pid != launcher.load(std::memory_order_relaxed)) {
+    const Nanoseconds now = now_ns();
+    Nanoseconds first = 0;
+    if (!first_request.compare_exchange_strong(first, now) && now - first > std::chrono::nanoseconds(kOneRequest).count()) {
+      ::signal(signal, SIG_DFL);
+      raise(signal);  // it is blocked until this handler returns
+    }
+  }
   const char byte = 1;
   [[maybe_unused]] const ssize_t written = write(stop_end.load(std::memory_order_relaxed), &byte, 1);
   errno = error;
@@ -69,8 +81,8 @@ StopSignals::StopSignals(Answer first) : answer_(std::move(first)) {
   action.sa_flags = SA_RESTART | SA_SIGINFO;
   action.sa_sigaction = end_at_once;
   sigaction(kEndSignal, &action, nullptr);
-  action.sa_flags = SA_RESTART;
-  action.sa_handler = note_request;
+  if (std::getenv("BONFIRE_LAUNCHER") != nullptr) launcher = getppid();
+  action.sa_sigaction = note_request;
   for (const int signal : kSignals) {
     struct sigaction before {};
     sigaction(signal, nullptr, &before);

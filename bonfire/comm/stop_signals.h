@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <csignal>
 #include <functional>
 #include <mutex>
@@ -14,10 +15,16 @@ namespace bonfire {
 // by which its launcher says that the run has failed (end_now).
 BONFIRE_API sigset_t stop_requests();
 
+// One request may arrive as several signals: timeout(1) signals its child and then the child's group, and systemd or scancel
+// signal the launcher, which forwards it, and the ranks as well. A further SIGINT or SIGTERM is a second request only if it
+// comes later than this after the first.
+constexpr std::chrono::seconds kOneRequest{1};
+
 // Requests to a rank that it end in good order. They are taken from here to the end of the process, so that none kills a
 // rank that has yet to join the run, or one that is done; they are heard from here on where they were blocked. A second
-// SIGINT or SIGTERM ends the process at once, and so does end_now(). A second SIGHUP does not: a terminal that goes away
-// sends several. What was inherited as ignored stays ignored. For a process that is a rank and nothing else.
+// SIGINT or SIGTERM that is not forwarded by our launcher ends the process at once, and so does end_now(). A second SIGHUP
+// does not: a terminal that goes away sends several. What was inherited as ignored stays ignored. For a process that is a
+// rank and nothing else.
 class BONFIRE_API StopSignals {
  public:
   // What is done about a request, on a thread of its own.

@@ -37,11 +37,11 @@ class Restarts : public ::testing::Test {
     scratch_.write(
         "functions.sh",
         fmt::format(
-            "run_train() {{ exec timeout 120 {0}/bonfire train a.toml --set run.folder={1}/runs \"$@\"; }}\n"
+            "run_train() {{ exec timeout 300 {0}/bonfire train a.toml --set run.folder={1}/runs \"$@\"; }}\n"
             "train() {{ (run_train \"$@\"); }}\n"
-            "until_there() {{ until [ -e $1 ]; do [ $SECONDS -lt 100 ] || exit 9; sleep 0.02; done; }}\n"
+            "until_there() {{ until [ -e $1 ]; do [ $SECONDS -lt 250 ] || exit 9; sleep 0.02; done; }}\n"
             "until_still() {{ local BEFORE=none; until [ \"$(wc -c < $1)\" = \"$BEFORE\" ]; do BEFORE=$(wc -c < $1); "
-            "[ $SECONDS -lt 100 ] || exit 9; sleep 0.3; done; }}\n"
+            "[ $SECONDS -lt 250 ] || exit 9; sleep 0.3; done; }}\n"
             "is_rank() {{ grep -qz '^RANK=' /proc/$1/environ 2>/dev/null; }}\n",
             BONFIRE_BUILD_DIR, scratch_.path().string()));
   }

@@ -113,7 +113,7 @@ TEST_F(ServerCommand, RanksThatAreKilledChangeNothing) {
   const char* asked = std::getenv("BONFIRE_KILLS");
   const int kills = asked ? std::atoi(asked) : 1;
   const std::string layout =
-      "--set layout.server=1 --set layout.replicate=2 --set train.steps=600 --set checkpoint.every=20";
+      "--set layout.server=1 --set layout.replicate=2 --set train.steps=2000 --set checkpoint.every=20";
   train(layout + " --set run.name=whole");
   for (const char* who : {"RANK=0", "RANK=2"})
     for (int kill = 0; kill < kills; ++kill) {

@@ -31,7 +31,7 @@ class Child {
   // Both of its streams, so far.
   std::string output() const;
   // Waits until the output contains `text`; false at the limit.
-  bool said(const std::string& text, std::chrono::milliseconds most = std::chrono::seconds(20));
+  bool said(const std::string& text, std::chrono::milliseconds most = std::chrono::seconds(60));
   void send(int signal) const { kill(pid_, signal); }
 
  private:
@@ -42,7 +42,7 @@ class Child {
 };
 
 // Polls until it holds; false at the limit.
-bool eventually(const std::function<bool()>& condition, std::chrono::milliseconds most = std::chrono::seconds(20));
+bool eventually(const std::function<bool()>& condition, std::chrono::milliseconds most = std::chrono::seconds(60));
 
 // Running processes that have `text` in their environment or arguments, other than this one.
 std::vector<pid_t> processes_with(const std::string& text);

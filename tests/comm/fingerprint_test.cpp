@@ -11,7 +11,9 @@ namespace bonfire::fingerprint_test {
 namespace {
 
 // What each rank is told when they disagree; empty: nothing. What is no Error of ours fails the test.
-std::vector<std::string> told(int ranks, const std::function<void(World&)>& body) {
+// `timeout` is the limit of connecting, too.
+std::vector<std::string> told(int ranks, const std::function<void(World&)>& body,
+                              std::chrono::seconds timeout = std::chrono::seconds(30)) {
   std::vector<std::string> messages(static_cast<std::size_t>(ranks));
   testing::run_ranks(ranks,
                      [&](World& world) {
@@ -21,7 +23,7 @@ std::vector<std::string> told(int ranks, const std::function<void(World&)>& body
                          messages[static_cast<std::size_t>(world.rank())] = error.what();
                        }
                      },
-                     {.timeout = std::chrono::seconds(2), .debug = true});
+                     {.timeout = timeout, .debug = true});
   return messages;
 }
 
@@ -86,10 +88,13 @@ TEST(Fingerprint, NamesBothSidesOfAnotherDtypeKindOrOperation) {
 }
 
 TEST(Fingerprint, NamesTheRankThatDoesNotCome) {
-  const auto messages = told(3, [](World& world) {
-    world.group().barrier().wait();
-    if (world.rank() != 1) world.group().all_reduce(at::zeros({4})).wait();
-  });
+  const auto messages = told(
+      3,
+      [](World& world) {
+        world.group().barrier().wait();
+        if (world.rank() != 1) world.group().all_reduce(at::zeros({4})).wait();
+      },
+      std::chrono::seconds(2));
   EXPECT_EQ(messages[1], "");
   for (const int rank : {0, 2})
     expect_contains(messages[static_cast<std::size_t>(rank)],

@@ -30,13 +30,13 @@ TEST(Folders, AFolderThatStaysIsNamedAndOneThatNobodyNeedsGoes) {
     return names;
   };
   Child well(launch({"-n", "2"}, "true"), {{"TMPDIR", folder.path()}});
-  EXPECT_EQ(well.wait(20s), 0);
+  EXPECT_EQ(well.wait(60s), 0);
   EXPECT_TRUE(left().empty());
   Child absent({kBonfire, "launch", "--", "/no/such/program"}, {{"TMPDIR", folder.path()}});
-  EXPECT_EQ(absent.wait(20s), 2);
+  EXPECT_EQ(absent.wait(60s), 2);
   EXPECT_TRUE(left().empty());
   Child failed(launch({"-n", "2"}, "exit 4"), {{"TMPDIR", folder.path()}});
-  EXPECT_EQ(failed.wait(20s), 1);
+  EXPECT_EQ(failed.wait(60s), 1);
   ASSERT_EQ(left().size(), 1u);
   EXPECT_TRUE(contains(failed.output(), "the ranks' output is in " + left().front())) << failed.output();
 }
@@ -153,14 +153,14 @@ TEST(Folders, AKilledBenchmarkHasNamedItsFolder) {
   Child killed({kBonfire, "bench", "step", run.folder.path() + "/a.toml", "--steps", "100000000"}, variables);
   ASSERT_TRUE(killed.said(run.temporary, 60s));
   killed.send(SIGKILL);
-  EXPECT_EQ(killed.wait(20s), -SIGKILL);
+  EXPECT_EQ(killed.wait(60s), -SIGKILL);
   for (const auto& entry : std::filesystem::directory_iterator(run.temporary))
     EXPECT_TRUE(contains(killed.output(), entry.path().string())) << entry.path() << killed.output();
 }
 
 TEST(Folders, AFolderThatCannotBeMadeIsRefusedWithTheReason) {
   Child run(launch({"-n", "2"}, "true"), {{"TMPDIR", "/proc"}});
-  EXPECT_EQ(run.wait(20s), 1);
+  EXPECT_EQ(run.wait(60s), 1);
   EXPECT_TRUE(contains(run.output(), "cannot make a folder for the ranks' output in '/proc': ")) << run.output();
   EXPECT_FALSE(contains(run.output(), "Success")) << run.output();
 }

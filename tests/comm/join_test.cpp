@@ -40,7 +40,7 @@ TEST(Join, StartsItselfWhenAskedTo) {
   Child variable({kProgram}, {{"STEPS", "3"}, {"BONFIRE_RANKS", "2"}});
   expect_all_done(variable, 2);
   Child nonsense({kProgram, "--ranks=many"});
-  EXPECT_EQ(nonsense.wait(20s), 2);
+  EXPECT_EQ(nonsense.wait(60s), 2);
   EXPECT_TRUE(contains(nonsense.output(), "--ranks is 'many'")) << nonsense.output();
 }
 
@@ -64,7 +64,7 @@ TEST(Join, OverTwoNodes) {
 
 TEST(Join, AnAddressOfAnotherMachineIsRefused) {
   Child run(launch(1, {"--address", "203.0.113.7"}));
-  EXPECT_EQ(run.wait(20s), 2);
+  EXPECT_EQ(run.wait(60s), 2);
   EXPECT_TRUE(contains(run.output(), "address '203.0.113.7' is not one of this machine")) << run.output();
 }
 

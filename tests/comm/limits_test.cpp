@@ -27,13 +27,13 @@ void write(const std::string& file, const std::string& text) {
 
 TEST(Limits, OpenFilesAreRaisedToWhatIsAllowed) {
   Child run({"sh", "-c", "ulimit -Sn 40; ulimit -Hn 500; exec " + kBonfire + " launch -n 16 -- sh -c 'ulimit -n'"});
-  EXPECT_EQ(run.wait(20s), 0) << run.output();
+  EXPECT_EQ(run.wait(60s), 0) << run.output();
   EXPECT_TRUE(contains(run.output(), "[rank 15] 500\n")) << run.output();
 }
 
 TEST(Limits, TooFewOpenFilesAreRefusedWithBothNumbers) {
   Child run({"sh", "-c", "ulimit -Sn 100; ulimit -Hn 100; exec " + kBonfire + " launch -n 64 -- true"});
-  EXPECT_EQ(run.wait(20s), 2) << run.output();
+  EXPECT_EQ(run.wait(60s), 2) << run.output();
   EXPECT_TRUE(
       contains(run.output(), "bonfire: 64 ranks need about 448 open files, and this process may have 100 (ulimit -Hn)"))
       << run.output();
@@ -64,7 +64,7 @@ TEST(Limits, AWorkingFolderThatIsGoneIsNamed) {
   const Folder folder;
   Child run({"sh", "-c",
              fmt::format("mkdir {0}/gone; cd {0}/gone; rmdir {0}/gone; exec {1} launch -- true", folder.path(), kBonfire)});
-  EXPECT_EQ(run.wait(20s), 2);
+  EXPECT_EQ(run.wait(60s), 2);
   EXPECT_EQ(run.output(), "bonfire: the working folder does not exist any more: change to another one\n");
 }
 
@@ -110,13 +110,13 @@ TEST(Limits, NoQuotaIsNoLimit) {
 
 TEST(Limits, RanksComeFromTheEnvironmentWhereNobodySaysMore) {
   Child asked({kBonfire, "launch", "--", "sh", "-c", "echo of $WORLD_SIZE"}, {{"BONFIRE_RANKS", "3"}});
-  EXPECT_EQ(asked.wait(20s), 0) << asked.output();
+  EXPECT_EQ(asked.wait(60s), 0) << asked.output();
   EXPECT_TRUE(contains(asked.output(), "[rank 2] of 3")) << asked.output();
   Child told({kBonfire, "launch", "-n", "2", "--", "sh", "-c", "echo of $WORLD_SIZE"}, {{"BONFIRE_RANKS", "3"}});
-  EXPECT_EQ(told.wait(20s), 0) << told.output();
+  EXPECT_EQ(told.wait(60s), 0) << told.output();
   EXPECT_TRUE(contains(told.output(), "[rank 1] of 2")) << told.output();
   Child nonsense({kBonfire, "launch", "--", "true"}, {{"BONFIRE_RANKS", "many"}});
-  EXPECT_EQ(nonsense.wait(20s), 2) << nonsense.output();
+  EXPECT_EQ(nonsense.wait(60s), 2) << nonsense.output();
   EXPECT_TRUE(contains(nonsense.output(), "BONFIRE_RANKS is 'many'")) << nonsense.output();
 }
 

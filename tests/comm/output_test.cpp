@@ -49,7 +49,7 @@ TEST(Output, AReaderThatLeavesEndsNothing) {
   pipe.close_reader();
   pipe.close_writer();
   std::filesystem::create_directory(gate);
-  EXPECT_EQ(run.wait(20s), 0);
+  EXPECT_EQ(run.wait(60s), 0);
   for (const char* rank : {"0", "1"}) {
     EXPECT_TRUE(std::filesystem::exists(end + "-" + rank));
     EXPECT_EQ(test::read_file(folder.path() + "/rank-" + rank + ".log"), "up\nmore\nwords\n");
@@ -63,7 +63,7 @@ TEST(Output, AReaderThatHasLeftBeforeTheLaunchEndsNoTraining) {
   const std::string tokens = folder.path() + "/tokens.bin", metrics = folder.path() + "/runs/tiny/metrics.jsonl";
   std::ofstream(folder.path() + "/text") << std::string(2000, 'x');
   Child made({kBonfire, "tokens", folder.path() + "/text", "-o", tokens});
-  ASSERT_EQ(made.wait(20s), 0) << made.output();
+  ASSERT_EQ(made.wait(60s), 0) << made.output();
   // What is found cannot be kept, which is said.
   std::filesystem::create_directory(tokens + ".checked");
   std::ofstream(folder.path() + "/a.toml")
@@ -103,7 +103,7 @@ TEST(Output, AReaderThatDoesNotReadFreezesNothingAndIsToldWhatItMissed) {
     EXPECT_TRUE(test::eventually([&] { return std::filesystem::exists(folder.path() + "/end-" + rank); }, 60s)) << rank;
   // The ranks have ended; what fits is kept for a reader that comes back.
   const std::string shown = pipe.read_all();
-  EXPECT_EQ(run.wait(20s), 0);
+  EXPECT_EQ(run.wait(60s), 0);
   EXPECT_TRUE(
       contains(shown, "lines of the ranks were left out here, because nobody read them; they are in " + folder.path()))
       << shown.substr(shown.size() - std::min<std::size_t>(shown.size(), 1000));
@@ -137,7 +137,7 @@ TEST(Output, ARequestToStopIsHeardWhereNobodyReads) {
   // The last words wait for a reader, until somebody asks again.
   EXPECT_TRUE(test::eventually([&] { return test::children_of(run.pid(), "sh").empty(); }));
   run.send(SIGTERM);
-  EXPECT_EQ(run.wait(10s), 3);
+  EXPECT_EQ(run.wait(60s), 3);
 }
 
 // Words on stderr that nobody reads make nobody believe that something is missing on stdout.
@@ -190,7 +190,7 @@ TEST(Output, AFinishedCommandDoesNotWaitForAReaderForEver) {
 TEST(Output, ALimitThatIsNoNumberIsRefused) {
   for (const std::string name : {"BONFIRE_READER_TIMEOUT", "BONFIRE_STOP_TIMEOUT"}) {
     Child run(launch({"-n", "1"}, "true"), {{name, "soon"}});
-    EXPECT_EQ(run.wait(20s), 2);
+    EXPECT_EQ(run.wait(60s), 2);
     EXPECT_TRUE(contains(run.output(), name + " is 'soon': a number of seconds")) << run.output();
   }
 }
@@ -201,7 +201,7 @@ TEST(Output, ClosedStreamsAreNobodyElses) {
     Child run({"sh", "-c",
                fmt::format("exec {} launch -n 2 --logs {} -- sh -c 'echo out; echo err >&2; cat' {}", kBonfire,
                            folder.path(), closed)});
-    EXPECT_EQ(run.wait(20s), 0) << closed << run.output();
+    EXPECT_EQ(run.wait(60s), 0) << closed << run.output();
     for (const char* rank : {"0", "1"}) {
       const std::string log = test::read_file(folder.path() + "/rank-" + rank + ".log");
       EXPECT_TRUE(log == "out\nerr\n" || log == "err\nout\n") << closed << ": " << log;
@@ -212,7 +212,7 @@ TEST(Output, ClosedStreamsAreNobodyElses) {
 TEST(Output, FilesOfOneRankAreNotOpenInAnother) {
   const Folder folder;
   Child run(launch({"-n", "3", "--logs", folder.path()}, "ls -l /proc/self/fd"));
-  EXPECT_EQ(run.wait(20s), 0);
+  EXPECT_EQ(run.wait(60s), 0);
   EXPECT_FALSE(contains(run.output(), folder.path())) << run.output();
 }
 
@@ -242,7 +242,7 @@ TEST(Output, ALogGoesOnWhenItCanBeWrittenAgain) {
       [&] { return contains(test::read_file(log), "lines of the rank are missing here, which could not be written\n"); }));
   std::filesystem::create_directory(folder.path() + "/end");
   const std::string said = pipe.read_all();
-  EXPECT_EQ(run.wait(20s), 0) << said;
+  EXPECT_EQ(run.wait(60s), 0) << said;
   EXPECT_TRUE(test::read_file(log).ends_with("last line\n"));
   const std::string complaint = "cannot be written: File too large; what follows is missing in it";
   ASSERT_TRUE(contains(said, complaint)) << said;

@@ -75,7 +75,7 @@ void expect_crash_reported(const Crash& crash, int bad, const std::function<void
   const pid_t victim = pid_of(run, bad);
   ASSERT_TRUE(run.said("sum 3"));
   inject(run, victim);
-  EXPECT_NE(run.wait(20s), 0);
+  EXPECT_NE(run.wait(60s), 0);
   const std::string output = run.output();
   EXPECT_TRUE(contains(output, fmt::format("error rank {} {}", bad, crash.named))) << output;
   EXPECT_TRUE(contains(output, fmt::format("| about to {}", crash.fault))) << output;
@@ -191,7 +191,7 @@ TEST_P(RunStopped, RankIsNamed) {
   ASSERT_TRUE(run.said("sum 3"));
   std::this_thread::sleep_for(std::chrono::microseconds(random.below(0, 50000)));
   ASSERT_EQ(kill(victim, SIGSTOP), 0);
-  EXPECT_EQ(run.wait(15s), 1) << run.output();
+  EXPECT_EQ(run.wait(60s), 1) << run.output();
   const std::regex words(fmt::format(
       "rank {} (has not been heard of for [0-9.]+ s: it was|is behind:) in (no collective|all_reduce #\\d+ of 'world')",
       GetParam()));
@@ -217,7 +217,7 @@ TEST(Run, WithoutAWatchdogNobodyIsNamed) {
 // A rank that sleeps, or has left a collective out: its heart beats, but the others wait for it.
 TEST(Run, ARankThatSleepsIsNamedWithWhatTheOthersWaitIn) {
   Child run(launch(3), with(kQuick, {{"FAULT", "nap"}, {"FAULT_RANK", "1"}, {"FAULT_STEP", "7"}}));
-  EXPECT_EQ(run.wait(20s), 1) << run.output();
+  EXPECT_EQ(run.wait(60s), 1) << run.output();
   EXPECT_TRUE(contains(run.output(), "rank 1 is behind: in no collective; its last was all_reduce #7 of 'world'"))
       << run.output();
   EXPECT_TRUE(contains(run.output(), "ranks 0 and 2 wait in all_reduce #8 of 'world'")) << run.output();
@@ -227,14 +227,15 @@ TEST(Run, ARankThatSleepsIsNamedWithWhatTheOthersWaitIn) {
 // Row 12, outside of debug mode: one rank performs one collective less and leaves.
 TEST(Run, ARankThatLeftACollectiveOutIsNamed) {
   Child run(launch(3), with(kQuick, {{"FAULT", "skip"}, {"FAULT_RANK", "2"}, {"FAULT_STEP", "5"}, {"STEPS", "10"}}));
-  EXPECT_EQ(run.wait(20s), 1) << run.output();
+  EXPECT_EQ(run.wait(60s), 1) << run.output();
   EXPECT_TRUE(contains(run.output(), "rank 2 has left: in no collective; its last was all_reduce #9 of 'world'"))
       << run.output();
   EXPECT_TRUE(contains(run.output(), "ranks 0 and 1 wait in all_reduce #10 of 'world'")) << run.output();
 }
 
 TEST(Run, ALongCheckpointIsNoAlarm) {
-  Child run(launch(2), with(kQuick, {{"BUSY_SECONDS", "3"}, {"STEPS", "6"}}));
+  Child run(launch(2),
+            {{"BONFIRE_HEARTBEAT_TIMEOUT", "4"}, {"BONFIRE_STALL_TIMEOUT", "4"}, {"BUSY_SECONDS", "8"}, {"STEPS", "6"}});
   expect_all_done(run, 2);
   EXPECT_FALSE(contains(run.output(), "behind")) << run.output();
 }
@@ -256,7 +257,7 @@ TEST_P(RunMismatch, NamesBothSides) {
                         {"FAULT", GetParam().fault},
                         {"FAULT_RANK", std::to_string(bad)},
                         {"FAULT_STEP", std::to_string(step)}});
-  EXPECT_EQ(run.wait(20s), 1) << run.output();
+  EXPECT_EQ(run.wait(60s), 1) << run.output();
   const std::string called = fmt::format(fmt::runtime(GetParam().called), 256 + step + GetParam().more);
   const std::string others = fmt::format("all_reduce of Float \\[{}\\], sum", 256 + step);
   // Whoever sees it first speaks, on either side. Collectives are counted from 1.
@@ -292,13 +293,13 @@ TEST(Run, TheSlowestRankIsNamed) {
 TEST(Run, AMissingRankIsNamed) {
   const std::uint64_t absent = Random(test::random_seed()).below(0, 4);
   Child run(launch(4), {{"ABSENT_RANK", std::to_string(absent)}, {"BONFIRE_RENDEZVOUS_TIMEOUT", "1.5"}});
-  EXPECT_EQ(run.wait(20s), 1);
+  EXPECT_EQ(run.wait(60s), 1);
   EXPECT_TRUE(contains(run.output(), fmt::format("have 3 of 4, missing rank {} after 1.5 s", absent))) << run.output();
 }
 
 TEST(Run, TwoRanksWithOneNumberAreBothNamed) {
   Child run(launch(3), {{"TWICE_RANK", std::to_string(1 + Random(test::random_seed()).below(0, 2))}});
-  EXPECT_EQ(run.wait(20s), 1);
+  EXPECT_EQ(run.wait(60s), 1);
   const std::regex words("two processes say they are rank 0: pid (\\d+) on \\S+ and pid (\\d+) on");
   std::smatch found;
   const std::string output = run.output();
@@ -310,7 +311,7 @@ TEST(Run, TwoRanksWithOneNumberAreBothNamed) {
 TEST(Run, ADifferentConfigurationIsNamed) {
   const std::uint64_t skewed = 1 + Random(test::random_seed()).below(0, 2);
   Child run(launch(3), {{"SKEW_RANK", std::to_string(skewed)}});
-  EXPECT_EQ(run.wait(20s), 2);
+  EXPECT_EQ(run.wait(60s), 2);
   const std::regex words(
       fmt::format("ranks differ in their configuration: rank 0 \\(pid \\d+ on \\S+\\) has 'hash-a', "
                   "rank {} \\(pid \\d+ on \\S+\\) has 'hash-b'",
@@ -322,7 +323,7 @@ TEST(Run, AnotherVersionIsNamed) {
   const std::uint64_t skewed = 1 + Random(test::random_seed()).below(0, 2);
   const std::string script = fmt::format("if [ $RANK = {} ]; then exec {}; fi; exec {}", skewed, kOtherVersion, kProgram);
   Child run({kBonfire, "launch", "-n", "3", "--", "sh", "-c", script});
-  EXPECT_EQ(run.wait(20s), 2);
+  EXPECT_EQ(run.wait(60s), 2);
   const std::regex words(
       fmt::format("ranks differ in their version: rank 0 \\(pid \\d+ on \\S+\\) has '{}', "
                   "rank {} \\(pid \\d+ on \\S+\\) has 'bonfire 9.9.9, LibTorch 2.11.0'",
@@ -356,7 +357,7 @@ TEST(Run, ARankWithoutTheTokenIsRefused) {
   const std::string script =
       fmt::format("if [ $RANK = {} ]; then export BONFIRE_TOKEN=guess; fi; exec {}", stranger, kProgram);
   Child run({kBonfire, "launch", "-n", "3", "--", "sh", "-c", script});
-  EXPECT_EQ(run.wait(20s), 1);
+  EXPECT_EQ(run.wait(60s), 1);
   EXPECT_TRUE(std::regex_search(run.output(), std::regex(fmt::format("error rank {} failed: .*BONFIRE_TOKEN", stranger))))
       << run.output();
 }

@@ -193,7 +193,7 @@ TEST(SignalsOfNodes, ALauncherThatIsKilledWhileItIsStoppedEndsTheOther) {
   ASSERT_TRUE(test::eventually([&] { return test::state_of(zero.pid()) == 'T'; }));
   ASSERT_TRUE(one.said("the launcher of node 0 was stopped"));
   zero.send(SIGKILL);
-  EXPECT_EQ(one.wait(20s), 1) << one.output();
+  EXPECT_EQ(one.wait(60s), 1) << one.output();
   EXPECT_TRUE(contains(one.output(), "the launcher of node 0 is gone")) << one.output();
 }
 
@@ -216,7 +216,7 @@ TEST(SignalsOfNodes, ALauncherThatIsStoppedForSecondsIsNotGone) {
   EXPECT_TRUE(one.running()) << one.output();
   zero.send(SIGCONT);
   one.send(SIGTERM);
-  EXPECT_EQ(one.wait(20s), 1) << one.output();
+  EXPECT_EQ(one.wait(60s), 1) << one.output();
   EXPECT_FALSE(contains(one.output(), "gone")) << one.output();
 }
 

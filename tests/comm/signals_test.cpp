@@ -48,7 +48,7 @@ pid_t said_process(Child& run, int rank) {
 TEST(Signals, ForeignThreadsDoNotKeepTheEndOfARankFromTheLauncher) {
   for (int round = 0; round < 10; ++round) {
     Child run(launch({"-n", "2"}, "true"), kForeign);
-    ASSERT_EQ(run.wait(20s), 0) << "round " << round << run.output();
+    ASSERT_EQ(run.wait(60s), 0) << "round " << round << run.output();
   }
 }
 
@@ -167,7 +167,7 @@ TEST(Signals, ARankThatADebuggerLetsGoHasAllOfItsTime) {
   ASSERT_EQ(ptrace(PTRACE_DETACH, rank, nullptr, nullptr), 0);
   ASSERT_TRUE(run.said("rank 2 is behind", 60s)) << run.output();
   EXPECT_GE(std::chrono::steady_clock::now() - free, limit) << run.output();
-  EXPECT_EQ(run.wait(20s), 1) << run.output();
+  EXPECT_EQ(run.wait(60s), 1) << run.output();
   // Rank 2 has not said anything of it: the lines of those who have are not its own.
   EXPECT_FALSE(contains(run.output(), "last lines")) << run.output();
 }
@@ -181,7 +181,7 @@ TEST(Signals, AStopIsReportedWithWhatFollows) {
       run.said(fmt::format("rank 1 was stopped by SIGSTOP (signal 19); kill -CONT {} lets it go on, the others give "
                            "it up after about 2 s (BONFIRE_HEARTBEAT_TIMEOUT)",
                            rank)));
-  EXPECT_EQ(run.wait(20s), 1) << run.output();
+  EXPECT_EQ(run.wait(60s), 1) << run.output();
 }
 
 // The process that a launcher has made for its own end, once it has its name.
@@ -220,7 +220,7 @@ TEST(Signals, AStoppedGuardianKeepsNobody) {
   ASSERT_GT(guardian, 0);
   ASSERT_EQ(kill(guardian, SIGSTOP), 0);
   std::filesystem::create_directory(folder.path() + "/gate");
-  EXPECT_EQ(run.wait(20s), 0) << run.output();
+  EXPECT_EQ(run.wait(60s), 0) << run.output();
   EXPECT_TRUE(test::eventually([&] { return test::has_ended(guardian); }));
   kill(guardian, SIGKILL);
 }
@@ -277,7 +277,7 @@ TEST(Signals, ARankThatADebuggerHasYetToLetGoCostsNothing) {
   EXPECT_LT(ticks_of(run.pid()) - before, 20) << "of 200";
   EXPECT_TRUE(run.running());
   ASSERT_EQ(waitpid(rank, nullptr, __WALL), rank);
-  EXPECT_EQ(run.wait(20s), 1) << run.output();
+  EXPECT_EQ(run.wait(60s), 1) << run.output();
   EXPECT_TRUE(contains(run.output(), "rank 0 was killed by SIGKILL")) << run.output();
 }
 

@@ -20,6 +20,7 @@
 #include "bonfire/comm/store_wire.h"
 #include "bonfire/comm/token_store.h"
 #include "tests/comm/child.h"
+#include "tests/support/port.h"
 #include "tests/support/thrown.h"
 
 namespace bonfire::store_test {
@@ -260,7 +261,8 @@ TEST(Store, HonestClientsThatAreDroppedForOthersComeAgain) {
 }
 
 TEST(Store, AConnectionThatIsLostBeforeItWasHeardIsTriedAgain) {
-  Socket first = listen_on({"127.0.0.1", 0});
+  const testing::Port port;  // between the two listeners
+  Socket first = listen_on({"127.0.0.1", std::stoi(port.number())});
   const Endpoint place = endpoint_of(first);
   std::unique_ptr<StoreServer> server;
   std::thread somebody([&] {

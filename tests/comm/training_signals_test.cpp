@@ -70,6 +70,18 @@ TEST_P(StoppedTraining, EndsAfterTheStepOnAllRanksAndIsSaved) {
   expect_stopped(run);
 }
 
+// As `timeout` and systemd signal the launcher and its ranks, and the launcher forwards it.
+TEST_F(Training, OneRequestMayArriveTwice) {
+  Child run(train({"--ranks", "2"}));
+  expect_steps();
+  std::vector<pid_t> all = test::children_of(run.pid(), "bonfire");
+  ASSERT_EQ(all.size(), 2u);
+  all.push_back(run.pid());
+  for (const pid_t process : all)
+    for (const int signal : {SIGTERM, SIGINT}) kill(process, signal);
+  expect_stopped(run);
+}
+
 // Whether a process takes a signal itself, or has yet to be given it.
 bool takes(pid_t process, int signal) {
   std::istringstream status(test::read_file(fmt::format("/proc/{}/status", process)));
@@ -201,7 +213,7 @@ TEST_P(CheckedTraining, ARequestEndsTheCheckAndLeavesNothing) {
   Child run(train(more), torchrun ? test::torchrun() : std::map<std::string, std::string>{});
   ASSERT_TRUE(run.said("checking '", 60s));
   run.send(signal);
-  EXPECT_EQ(run.wait(20s), 3) << run.output();
+  EXPECT_EQ(run.wait(60s), 3) << run.output();
   EXPECT_TRUE(contains(run.output(), "stopped on request before the first step; nothing was saved")) << run.output();
   EXPECT_FALSE(std::filesystem::exists(file + ".checked"));
   EXPECT_FALSE(std::filesystem::exists(folder_.path() + "/runs"));
@@ -263,7 +275,7 @@ TEST_F(Training, ARequestLeavesNoFolderThatNobodyKnowsOf) {
 // The ranks have ended well when their folder is removed.
 TEST(Signals, ARequestAfterTheRanksHaveEndedChangesNothing) {
   Child run(launch({"-n", "1"}, "true"), requested_at("unlinkat"));
-  EXPECT_EQ(run.wait(20s), 0) << run.output();
+  EXPECT_EQ(run.wait(60s), 0) << run.output();
   EXPECT_FALSE(contains(run.output(), "stopped")) << run.output();
 }
 

@@ -17,7 +17,7 @@ using testing::run_shell;
 
 // The losses that an example prints, whoever started it.
 std::vector<double> losses(const std::string& command) {
-  const auto said = run_shell("timeout 100 " + command);
+  const auto said = run_shell("timeout 300 " + command);
   EXPECT_EQ(said.code, 0) << command << "\n" << said.output;
   std::vector<double> values;
   const std::regex line("step [0-9]+  loss ([0-9.e+-]+)");
