@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "bonfire/base/error.h"
 
@@ -14,6 +15,11 @@ thread_local const SaveScope* innermost_scope = nullptr;
 // Torch's engine, which is also who is asked for hooks on what is saved. There is no other way to give them from C++.
 class EngineThatAsks final : public torch::autograd::Engine {
  public:
+  // Torch starts the threads of GPUs once in a process, for the engine that runs first, and no other engine would have any.
+  EngineThatAsks() {
+    get_base_engine().initialize_device_threads_pool();
+    start_device_threads();
+  }
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
     return innermost_scope ? innermost_scope->listener().hooks() : nullptr;
   }
@@ -29,6 +35,8 @@ void install_engine() {
   using torch::autograd::Engine;
   static std::once_flag once;
   std::call_once(once, [] {
+    require(torch::autograd::get_current_graph_task_id() == -1,
+            "the first recomputation of a process is inside of a backward; allowed: in a forward");
     // Python has one of its own, and would not be asked any more.
     if (&Engine::get_default_engine() == &Engine::get_base_engine())
       torch::autograd::set_default_engine_stub(engine_that_asks);
