@@ -1,7 +1,6 @@
 #include "bonfire/kernels/eight_bits.h"
 
-#include <algorithm>
-
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/isfinite.h>
 
 #include "bonfire/kernels/agreed_math.h"
@@ -21,10 +20,12 @@ Tensor largest_magnitude(const Tensor& x) { return magnitudes(x).amax().to(at::k
 Tensor largest_magnitudes_of_rows(const Tensor& x) { return magnitudes(x).amax(1).to(at::kFloat); }
 
 Tensor scale_for(const Tensor& magnitude, bool wide_range) {
-  const Tensor scales = magnitude.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
-  auto* const begin = scales.data_ptr<float>();
-  std::transform(begin, begin + scales.numel(), begin, wide_range ? scale_to_eight_bits<true> : scale_to_eight_bits<false>);
-  return scales.to(magnitude.device());
+  // scale_to_eight_bits() of each, where the magnitudes are: asking the device for them would wait for it, and end a
+  // capture.
+  return at::full_like(magnitude, largest(wide_range))
+      .div_(magnitude)
+      .clamp_max_(most_scale)
+      .masked_fill_(magnitude.gt(0).logical_not_(), 1.0);
 }
 
 Tensor in_eight_bits(const Tensor& x, const Tensor& scale, bool wide_range) {
