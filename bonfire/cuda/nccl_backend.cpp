@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
+#include <exception>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include <ATen/Context.h>
@@ -194,11 +197,13 @@ class NcclBackend final : public C10dBackend {
         nccl_(std::move(nccl)),
         device_(options.device),
         name_(options.name),
-        timing_(std::make_shared<Timing>(options.device)) {}
+        timing_(std::make_shared<Timing>(options.device)),
+        patience_(std::min<std::chrono::milliseconds>(options.timeout, std::chrono::seconds(30))) {}
 
   // The last handle is gone: NCCL's own threads must not outlive what they watch.
   ~NcclBackend() override {
     try {
+      if (std::uncaught_exceptions() == exceptions_) let_work_end();
       shutdown();
     } catch (const std::exception& error) {
       TORCH_WARN("the communicator of '", name_, "' did not end in good order: ", error.what());
@@ -252,10 +257,19 @@ class NcclBackend final : public C10dBackend {
  protected:
   Work track(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) override {
     require(work != nullptr, "NCCL over '{}' began nothing", name_);
+    if (!being_captured()) last_end_ = EndOfWork::of(*work);
     return Work(std::make_shared<NcclState>(std::move(work), std::move(tensors), timing_));
   }
 
  private:
+  // A shutdown aborts what is under way, and a slower rank would never receive what this one has sent last. Work that nobody
+  // else takes part in any more, as after an error elsewhere, does not end: the time is limited.
+  void let_work_end() const {
+    const auto most = std::chrono::steady_clock::now() + patience_;
+    while (last_end_ && !has_passed(*last_end_, device_) && std::chrono::steady_clock::now() < most)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
   // One launch, however many they are.
   template <class Begin>
   Work as_one(std::span<const Transfer> transfers, const Begin& begin) {
@@ -271,6 +285,9 @@ class NcclBackend final : public C10dBackend {
   c10::Device device_;
   std::string name_;
   std::shared_ptr<Timing> timing_;
+  std::chrono::milliseconds patience_;
+  std::shared_ptr<at::cuda::CUDAEvent> last_end_{};  // of what was issued last
+  int exceptions_ = std::uncaught_exceptions();
 };
 
 }  // namespace
