@@ -279,8 +279,8 @@ TEST_P(GpuGraphs, TheLoopWritesTheSame) {
   BONFIRE_SKIP_WITHOUT_GPU();
   make_deterministic();
   const auto [ranks, model] = GetParam();
-  const testing::Folder scratch;
-  run_gpu_ranks(ranks, [&](World& world) {
+  run_gpu_ranks(ranks, [&, model = model](World& world) {
+    const auto scratch = testing::folder_of_gpu_ranks();
     int runs = 0;
     for (const auto& layout : layouts(world.size())) {
       std::vector<std::string> written;
@@ -291,7 +291,7 @@ TEST_P(GpuGraphs, TheLoopWritesTheSame) {
         overrides.push_back("train.trace_from=8");
         overrides.push_back("train.trace_steps=1");
         const auto config = config_of(model, world.size(), overrides);
-        const auto folder = scratch.path() / std::to_string(runs++);
+        const auto folder = scratch / std::to_string(runs++);
         std::filesystem::create_directories(folder);
         train(world, config, {.folder = folder});
         if (world.rank() == 0) {
@@ -337,11 +337,11 @@ TEST_P(GpuGraphs, ARunThatIsResumedWritesTheSame) {
   BONFIRE_SKIP_WITHOUT_GPU();
   make_deterministic();
   const auto [ranks, model] = GetParam();
-  const testing::Folder scratch;
-  run_gpu_ranks(ranks, [&](World& world) {
+  run_gpu_ranks(ranks, [&, model = model](World& world) {
+    const auto scratch = testing::folder_of_gpu_ranks();
     int runs = 0;
     for (const auto& layout : layouts(world.size())) {
-      const auto folder = scratch.path() / std::to_string(runs++);
+      const auto folder = scratch / std::to_string(runs++);
       const auto whole = written_by_loop(world, model, {.folder = folder / "whole"}, layout, 12);
       written_by_loop(world, model, {.folder = folder / "part"}, layout, 7);
       EXPECT_EQ(written_by_loop(world, model, {.folder = folder / "part", .resume = true}, layout, 12), whole);
@@ -382,13 +382,13 @@ TEST(GpuGraphFp8, ReplaysAreCalls) {
 TEST(GpuGraphFp8, ARunThatIsResumedWritesTheSame) {
   BONFIRE_SKIP_WITHOUT_GPU();
   make_deterministic();
-  const testing::Folder scratch;
   run_gpu_ranks(1, [&](World& world) {
+    const auto scratch = testing::folder_of_gpu_ranks();
     if (const auto info = gpu_info(world.device().index()); 10 * info.major + info.minor < 89) return;
     const std::vector<std::string> shape{"model.dim=64", "train.batch=32", "train.precision=fp8"};
-    const auto whole = written_by_loop(world, "mlp", {.folder = scratch.path() / "whole"}, shape, 24);
-    written_by_loop(world, "mlp", {.folder = scratch.path() / "part"}, shape, 13);
-    EXPECT_EQ(written_by_loop(world, "mlp", {.folder = scratch.path() / "part", .resume = true}, shape, 24), whole);
+    const auto whole = written_by_loop(world, "mlp", {.folder = scratch / "whole"}, shape, 24);
+    written_by_loop(world, "mlp", {.folder = scratch / "part"}, shape, 13);
+    EXPECT_EQ(written_by_loop(world, "mlp", {.folder = scratch / "part", .resume = true}, shape, 24), whole);
   });
 }
 

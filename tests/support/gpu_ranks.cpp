@@ -69,6 +69,14 @@ pid_t spawn(const std::string& folder, int rank) {
 
 }  // namespace
 
+fs::path folder_of_gpu_ranks() {
+  const char* folder = std::getenv(folder_variable);
+  require(folder != nullptr, "there are no ranks of a GPU test in this process");
+  const auto all = fs::path(folder) / "all";
+  fs::create_directories(all);
+  return all;
+}
+
 void run_gpu_ranks(int ranks, const std::function<void(World&)>& body) {
   if (const char* rank = std::getenv(rank_variable)) return run_as_rank(std::stoi(rank), ranks, body);
 
@@ -82,12 +90,14 @@ void run_gpu_ranks(int ranks, const std::function<void(World&)>& body) {
     const pid_t ended = waitpid(-1, &status, 0);
     const auto at = std::find(children.begin(), children.end(), ended);
     if (at == children.end() || (WIFEXITED(status) && WEXITSTATUS(status) == 0)) continue;
-    // The others wait for this one: what they would say is no news.
+    // The first to end is not always the first to fail: one that has failed may wait for the others in its destructors.
     if (!std::exchange(failed, true)) {
-      const int rank = static_cast<int>(at - children.begin());
       std::ostringstream words;
-      words << std::ifstream(fmt::format("{}/rank {}", folder, rank)).rdbuf();
-      ADD_FAILURE() << "rank " << rank << " of " << ranks << " failed:\n" << words.str();
+      for (int rank = 0; rank < ranks; ++rank) {
+        words << "\nrank " << rank << " of " << ranks << ":\n";
+        words << std::ifstream(fmt::format("{}/rank {}", folder, rank)).rdbuf();
+      }
+      ADD_FAILURE() << "rank " << at - children.begin() << " ended first, with status " << status << words.str();
       for (const pid_t child : children)
         if (child != ended) kill(child, SIGKILL);
     }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <filesystem>
 #include <functional>
 
 #include "bonfire/comm/world.h"
@@ -14,6 +15,9 @@ namespace bonfire::testing {
 // BONFIRE_TEST_REPEATS=N in the environment `body` is called N times in a row.
 // REQUIRES: called inside a TEST, at most once; a GPU is available.
 void run_gpu_ranks(int ranks, const std::function<void(World&)>& body);
+
+// A folder that all ranks see, removed with its content after the last has ended. REQUIRES: called by `body`.
+std::filesystem::path folder_of_gpu_ranks();
 
 }  // namespace bonfire::testing
 
