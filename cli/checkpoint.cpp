@@ -15,6 +15,7 @@
 
 #include "bonfire/base/clock.h"
 #include "bonfire/base/error.h"
+#include "bonfire/base/look.h"
 #include "bonfire/base/size.h"
 #include "bonfire/checkpoint/checkpoint_folder.h"
 #include "bonfire/checkpoint/compare.h"
@@ -36,10 +37,10 @@ namespace fs = std::filesystem;
 // A checkpoint's folder, or the newest checkpoint of a run's.
 fs::path checkpoint_at(const std::string& said) {
   const fs::path folder = said;
-  if (!fs::is_directory(folder)) fail_config("'{}' is no folder; allowed: that of a checkpoint, or of a run", said);
-  if (fs::exists(folder / manifest_name)) return folder;
+  if (!is_folder(folder)) fail_config("'{}' is no folder; allowed: that of a checkpoint, or of a run", said);
+  if (is_there(folder / manifest_name)) return folder;
   if (const auto newest = latest_checkpoint(checkpoints_of(folder))) return *newest;
-  if (fs::is_directory(checkpoints_of(folder))) fail_config("'{}' has no complete checkpoint", said);
+  if (is_folder(checkpoints_of(folder))) fail_config("'{}' has no complete checkpoint", said);
   return folder;  // whoever reads it says what it lacks
 }
 
@@ -160,6 +161,8 @@ std::int64_t bytes_in(const fs::path& checkpoint) try {
 
 int verify(const std::string& said, bool json) {
   const fs::path checkpoint = checkpoint_at(said);
+  // Whether a file is broken is not known where it may not be read.
+  require_readable(checkpoint);
   std::vector<std::string> problems;
   std::int64_t bytes = 0;
   {
@@ -235,7 +238,7 @@ void adapter(const std::string& said, const std::string& to, bool json) {
 }
 
 void merge(const std::string& said, const std::string& to, const std::string& base, bool json) {
-  const fs::path from = fs::exists(fs::path(said) / peft_config_name) ? fs::path(said) : checkpoint_at(said);
+  const fs::path from = is_there(fs::path(said) / peft_config_name) ? fs::path(said) : checkpoint_at(said);
   MergeOptions options{.base = base.empty() ? fs::path() : checkpoint_at(base)};
   int weights = 0;
   {

@@ -14,6 +14,7 @@
 
 #include "bonfire/base/clock.h"
 #include "bonfire/base/json.h"
+#include "bonfire/base/look.h"
 #include "bonfire/base/size.h"
 #include "bonfire/checkpoint/check_files.h"
 #include "bonfire/checkpoint/checkpoint_folder.h"
@@ -52,7 +53,7 @@ std::vector<Slice> slices_of(const CheckpointContents& contents) {
 
 // Ranks of several nodes that have a folder each of the same name would each save a part that nobody can put together.
 void require_shared_folder(const World& world, const fs::path& folder, const std::string& mark) {
-  const fs::path probe = folder / fmt::format("shared-{}.part", mark);
+  const fs::path probe = folder / fmt::format("{}{}.part", probe_prefix, mark);
   do_or_fail_together(world.group(), [&] {
     if (world.rank() != 0) return;
     std::error_code refused;
@@ -65,13 +66,14 @@ void require_shared_folder(const World& world, const fs::path& folder, const std
     write_file(probe, mark, Survives::process);
   });
   do_or_fail_together(world.group(), [&] {
-    if (!fs::exists(probe))
+    if (!is_there(probe))
       fail_config(
           "'{}': rank {} (node {}) does not see what rank 0 writes there; allowed: a folder on a file system that "
           "all nodes share",
           folder.string(), world.rank(), world.node());
   });
-  if (world.rank() == 0) fs::remove(probe);
+  std::error_code none;  // what stays, the next run removes
+  if (world.rank() == 0) fs::remove(probe, none);
 }
 
 }  // namespace
@@ -160,7 +162,7 @@ std::string Checkpoints::write_together(const Save& save) {
     else
       finish_together(save, unfinished, begin);
   } catch (const std::exception& error) {
-    problem = error.what();
+    problem = words_of(error);
   }
   if (!problem.empty()) {
     std::error_code none;
@@ -184,13 +186,15 @@ void Checkpoints::finish_together(const Save& save, const fs::path& unfinished, 
                           .states = save.states,
                           .tensors = merge_pieces(of_ranks)};
   write_file(unfinished / manifest_name, to_json(manifest));
-  const fs::path finished = finish_checkpoint(unfinished, save.step);
-  std::uint64_t bytes = 0;
-  for (const auto& file : fs::directory_iterator(finished)) bytes += file.file_size();
-  own.world.log().info("step {}: saved in {} ({} in {})", save.step, finished.string(),
-                       format_bytes(static_cast<std::int64_t>(bytes)),
+  const auto [finished, replaced] = finish_checkpoint(unfinished, save.step);
+  // It is complete: nothing may fail from here on that would call it lost.
+  std::int64_t bytes = 0;
+  for (const auto& tensor : manifest.tensors)
+    for (const auto& piece : tensor.pieces) bytes += piece.piece.count * bytes_of(tensor.type);
+  own.world.log().info("step {}: saved in {} ({} in {})", save.step, finished.string(), format_bytes(bytes),
                        format_seconds(static_cast<double>(now_ns() - begin) * 1e-9));
   try {
+    if (!replaced.empty()) fs::remove_all(replaced);
     remove_old_checkpoints(own.folder, own.options.keep, finished);
   } catch (const std::exception& error) {
     own.world.log().warning("old checkpoints stay: {}", error.what());
@@ -322,8 +326,10 @@ std::optional<std::int64_t> Checkpoints::load_latest(const CheckpointContents& c
   finish();
   // Rank 0's list is everybody's.
   std::string names;
-  if (own.world.rank() == 0)
+  do_or_fail_together(own.world.group(), [&] {
+    if (own.world.rank() != 0) return;
     for (const auto& path : complete_checkpoints(own.folder)) names += path.filename().string() + "\n";
+  });
   names = hear(own.world.group(), names, 0, own.world.device());
   std::string problems;
   for (std::size_t at = 0; at < names.size();) {

@@ -15,6 +15,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/json.h"
+#include "bonfire/base/look.h"
 
 namespace bonfire {
 namespace {
@@ -303,7 +304,7 @@ const ManifestTensor* Manifest::find(std::string_view name, std::string_view kin
   return at != tensors.end() && at->name == name && at->kind == kind ? &*at : nullptr;
 }
 
-std::string to_json(const Manifest& manifest) {
+std::string to_json(const Manifest& manifest, std::uint64_t most) {
   Written states = Written::object();
   for (const auto& [of, state] : manifest.states) {
     Written values = Written::object();
@@ -318,7 +319,11 @@ std::string to_json(const Manifest& manifest) {
                         {"state", std::move(states)},
                         {"tensors", written(manifest.tensors)},
                         {checksum_key, ""}};
-  return with_checksum(json.dump(1) + "\n");
+  auto text = with_checksum(json.dump(1) + "\n");
+  // What nobody could read is not written.
+  require(text.size() <= most, "the manifest of {} tensors would have {} bytes; allowed: at most {}",
+          manifest.tensors.size(), text.size(), most);
+  return text;
 }
 
 Manifest parse_manifest(std::string_view text, const std::string& name) {
@@ -328,7 +333,7 @@ Manifest parse_manifest(std::string_view text, const std::string& name) {
 }
 
 Manifest read_manifest(const fs::path& folder) {
-  if (!fs::is_directory(folder)) fail_config("'{}': is no folder of a checkpoint", folder.string());
+  if (!is_folder(folder)) fail_config("'{}': is no folder of a checkpoint", folder.string());
   const fs::path file = folder / manifest_name;
   const auto text = as_broken([&] { return InputFile(file.string()).text(most_json_bytes); });
   return parse_manifest(text, file.string());

@@ -10,6 +10,7 @@
 
 #include "bonfire/base/api.h"
 #include "bonfire/base/error.h"
+#include "bonfire/base/json.h"
 #include "bonfire/base/stateful.h"
 #include "bonfire/checkpoint/safetensors.h"
 #include "bonfire/plan/box.h"
@@ -62,7 +63,8 @@ struct BONFIRE_API Manifest {
   bool operator==(const Manifest&) const = default;
 };
 
-BONFIRE_API std::string to_json(const Manifest& manifest);
+// Throws Error where it would have more than `most` bytes: read_manifest() reads no larger one.
+BONFIRE_API std::string to_json(const Manifest& manifest, std::uint64_t most = most_json_bytes);
 // Throws BrokenCheckpoint that names what is wrong: names of files outside of the folder, pieces that overlap or are
 // missing, sizes that overflow, a text that is not the one that was saved; another ConfigError where it is of a newer
 // version. `name` stands for the file in messages.

@@ -9,6 +9,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/json.h"
+#include "bonfire/base/look.h"
 #include "bonfire/base/output_file.h"
 #include "bonfire/checkpoint/safetensors.h"
 #include "bonfire/checkpoint/scalar_types.h"
@@ -73,7 +74,7 @@ PeftAdapters read_peft(const fs::path& folder) {
 }
 
 void write_peft(const fs::path& folder, const PeftAdapters& adapters) {
-  if (fs::exists(folder)) fail_config("'{}' exists already; allowed: a folder that does not", folder.string());
+  if (is_there(folder)) fail_config("'{}' exists already; allowed: a folder that does not", folder.string());
   std::error_code refused;
   fs::create_directories(folder, refused);
   if (refused) fail_config("'{}' cannot be made: {}", folder.string(), refused.message());

@@ -1,12 +1,14 @@
 #include "bonfire/checkpoint/reshard.h"
 
 #include <algorithm>
+#include <random>
 #include <string>
 #include <system_error>
 #include <utility>
 #include <vector>
 
 #include "bonfire/base/json.h"
+#include "bonfire/base/look.h"
 #include "bonfire/base/output_file.h"
 #include "bonfire/checkpoint/check_files.h"
 #include "bonfire/checkpoint/piece_reader.h"
@@ -65,18 +67,19 @@ std::vector<std::vector<OwnPiece>> cut(PieceReader& reader, const Manifest& mani
 void reshard_checkpoint(const fs::path& from, const fs::path& to, const ReshardOptions& options) {
   if (options.parts < 1 || options.parts > 100000)
     fail_config("a checkpoint in {} parts; allowed: 1 to 100000", options.parts);
-  if (fs::exists(to)) fail_config("'{}' exists already; allowed: a folder that does not", to.string());
+  if (is_there(to)) fail_config("'{}' exists already; allowed: a folder that does not", to.string());
   Manifest manifest = read_manifest(from);
   check_files(from, manifest);
   PieceReader reader(from, PieceReader::for_columns);
   const auto parts = cut(reader, manifest, options);
   const fs::path final = to.has_filename() ? to : to.parent_path();
   fs::path unfinished = final;
-  unfinished += ".part";
+  // A name of its own: what lies beside may be somebody else's.
+  unfinished += fmt::format(".{:08x}.part", std::random_device()());
   std::error_code refused;
-  fs::remove_all(unfinished, refused);
-  if (!refused) fs::create_directories(unfinished, refused);
-  if (refused) fail_config("'{}' cannot be made: {}", unfinished.string(), refused.message());
+  if (final.has_parent_path()) fs::create_directories(final.parent_path(), refused);
+  const bool made = !refused && fs::create_directory(unfinished, refused);
+  if (!made) fail_config("'{}' cannot be made: {}", unfinished.string(), refused ? refused.message() : "it exists already");
   try {
     std::vector<std::vector<ManifestTensor>> of_parts;
     for (int part = 0; part < options.parts; ++part) {

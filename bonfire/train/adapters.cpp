@@ -10,6 +10,7 @@
 #include <fmt/ranges.h>
 
 #include "bonfire/base/error.h"
+#include "bonfire/base/look.h"
 #include "bonfire/base/name_pattern.h"
 #include "bonfire/checkpoint/base_weights.h"
 #include "bonfire/checkpoint/checkpoint_folder.h"
@@ -62,7 +63,7 @@ plan::ModelSpec spec_in(const fs::path& checkpoint) {
   return plan::resolve(spec);
 }
 
-bool is_peft(const fs::path& folder) { return fs::exists(folder / peft_config_name); }
+bool is_peft(const fs::path& folder) { return is_there(folder / peft_config_name); }
 
 // The layers of a file of PEFT's, by their public names.
 std::vector<std::string> layers_of(const PeftAdapters& peft, const std::string& name) {
@@ -247,7 +248,7 @@ fs::path base_for_merge(const fs::path& adapters, const MergeOptions& options) {
   if (base.empty()) {
     base = base_of(adapters).folder;
     if (base.empty()) fail_config("'{}': does not say which weights its adapters are over", adapters.string());
-    if (!fs::exists(base / manifest_name))
+    if (!is_there(base / manifest_name))
       fail_config("'{}': the weights below it were in '{}', where there is no checkpoint now; name them with --base",
                   adapters.string(), base.string());
   }

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "bonfire/base/error.h"
+#include "bonfire/base/look.h"
 #include "bonfire/base/toml.h"
 #include "bonfire/checkpoint/check_files.h"
 #include "bonfire/checkpoint/checkpoint_folder.h"
@@ -39,14 +40,19 @@ fs::path newest_in(const fs::path& run_folder) {
   return *newest;
 }
 
-void require_checkpoint(const Config& config, const fs::path& checkpoint, LookAt look) {
+Manifest require_same_run(const Config& config, const fs::path& checkpoint) {
   const auto name = (checkpoint / manifest_name).string();
-  const auto manifest = read_manifest(checkpoint);
+  auto manifest = read_manifest(checkpoint);
   if (!manifest.configuration.empty()) require_resumable(config, manifest.configuration, name);
   const auto words = differences_of_parameters(
       config, manifest, [&](const std::string& parameter) { return !has_adapters(config) || plan::is_adapter(parameter); });
   if (!words.empty()) fail_config("'{}': the checkpoint is not of this model{}", name, words);
   if (has_adapters(config)) require_same_base(config, checkpoint);
+  return manifest;
+}
+
+void require_checkpoint(const Config& config, const fs::path& checkpoint, LookAt look) {
+  const auto manifest = require_same_run(config, checkpoint);
   if (manifest.step >= config.train.steps)
     fail_key(
         config, "train.steps",
@@ -67,9 +73,9 @@ Resume find_resume(const Config& config, const std::string& said) {
                   config.run.name, config.run.folder);
     folder = *latest;
   }
-  if (!fs::is_directory(folder))
+  if (!is_folder(folder))
     fail_config("--resume {}: is no folder; allowed: latest, a run's folder, or that of a checkpoint", said);
-  if (fs::exists(folder / manifest_name)) return {.checkpoint = folder};
+  if (is_there(folder / manifest_name)) return {.checkpoint = folder};
   return {.run_folder = folder, .checkpoint = newest_in(folder)};
 }
 
@@ -96,6 +102,15 @@ void require_resumable(const Config& config, const Resume& resume, LookAt look) 
       problems += fmt::format("; {}", broken.what());
     }
   fail_config("--resume: none of the checkpoints in '{}' can be loaded{}", resume.run_folder.string(), problems);
+}
+
+void require_restartable(const Config& config, const fs::path& run_folder) {
+  for (const auto& checkpoint : complete_checkpoints(checkpoints_of(run_folder))) try {
+      require_same_run(config, checkpoint);
+      return;
+    } catch (const BrokenCheckpoint&) {
+      // Whoever loads it says so, and takes the next one.
+    }
 }
 
 }  // namespace bonfire

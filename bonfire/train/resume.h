@@ -32,4 +32,8 @@ BONFIRE_API void require_resumable(const Config& config, const std::string& save
 // one.
 BONFIRE_API void require_resumable(const Config& config, const Resume& resume, LookAt look);
 
+// The same for the folder in which the ranks of a run are started again, for what it is going on from. It may have saved
+// nothing yet, or have come to its end.
+BONFIRE_API void require_restartable(const Config& config, const std::filesystem::path& run_folder);
+
 }  // namespace bonfire

@@ -7,6 +7,7 @@
 
 #include <fmt/ranges.h>
 
+#include "bonfire/base/look.h"
 #include "bonfire/checkpoint/check_files.h"
 #include "bonfire/checkpoint/checkpoint_folder.h"
 #include "bonfire/checkpoint/checkpoints.h"
@@ -54,7 +55,7 @@ std::string listed(const char* what, const std::vector<std::string>& names) {
 
 fs::path checkpoint_of_weights(const Config& config) {
   const fs::path folder = config.checkpoint.weights;
-  if (fs::exists(folder / manifest_name)) return folder;
+  if (is_there(folder / manifest_name)) return folder;
   if (const auto newest = latest_checkpoint(checkpoints_of(folder))) return *newest;
   fail_key(config, "checkpoint.weights", "there is no complete checkpoint; allowed: the folder of a checkpoint or of a run");
 }

@@ -133,6 +133,26 @@ TEST(Checkpoints, ThoseOfAFutureThatIsGoneGoFirst) {
   EXPECT_EQ(verify_checkpoint(folder / "step-00000020"), std::vector<std::string>());
 }
 
+// Whichever steps there are: "latest" names where the run is.
+TEST(Checkpoints, ARunThatWentBackGoesOnFromWhatItSavedLast) {
+  const Folder folder;
+  run_ranks(2, [&](World& world) {
+    SavedTraining run(world, {});
+    Checkpoints checkpoints(world, folder.path(), {.keep = 0});
+    for (const int step : {10, 20, 30}) checkpoints.save(step, run.contents());
+    checkpoints.finish();
+    load_checkpoint(world, folder / "step-00000010", run.contents());
+    checkpoints.save(15, run.contents());
+    EXPECT_EQ(checkpoints.load_latest(run.contents()), 15);
+  });
+  std::vector<std::string> names;
+  for (const auto& path : complete_checkpoints(folder.path())) names.push_back(path.filename());
+  EXPECT_EQ(names, (std::vector<std::string>{"step-00000015", "step-00000010", "step-00000030", "step-00000020"}));
+  // Without it, the last step.
+  fs::remove(folder / "latest");
+  EXPECT_EQ(latest_checkpoint(folder.path())->filename(), "step-00000030");
+}
+
 // --- What has happened to the files.
 
 class Damaged : public ::testing::Test {

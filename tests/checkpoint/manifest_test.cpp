@@ -49,6 +49,13 @@ std::string as_version_1(const Manifest& manifest) {
   return text.substr(0, text.rfind(",\n \"checksum\"")) + "\n}\n";
 }
 
+TEST(Manifests, OneThatNobodyCouldReadIsNotWritten) {
+  const auto bytes = to_json(example()).size();
+  EXPECT_EQ(to_json(example(), bytes).size(), bytes);
+  EXPECT_EQ(thrown<Error>([&] { to_json(example(), bytes - 1); }),
+            fmt::format("the manifest of 2 tensors would have {} bytes; allowed: at most {}", bytes, bytes - 1));
+}
+
 std::string refusal(const std::function<void(Manifest&)>& change) {
   auto manifest = example();
   change(manifest);

@@ -93,7 +93,14 @@ TEST_F(Resharded, WhatCannotBeIsRefusedAndLeavesNothing) {
   fs::resize_file(file, fs::file_size(file) - 1);
   expect_part(thrown<BrokenCheckpoint>([&] { reshard_checkpoint(from(), folder_ / "more", {}); }), "rank-00001.safetensors");
   EXPECT_FALSE(fs::exists(folder_ / "more"));
-  EXPECT_FALSE(fs::exists(folder_ / "more.part"));
+  for (const auto& entry : fs::directory_iterator(folder_.path())) EXPECT_NE(entry.path().extension(), ".part");
+}
+
+TEST_F(Resharded, WhatLiesBesideStays) {
+  fs::create_directory(folder_ / "other.part");
+  folder_.write("other.part/mine", "words");
+  reshard_checkpoint(from(), folder_ / "other", {});
+  EXPECT_EQ(folder_.read("other.part/mine"), "words");
 }
 
 class Whole : public ::testing::TestWithParam<Division> {};

@@ -1,8 +1,10 @@
 // Saving, resuming and looking into checkpoints with the command.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -49,6 +51,12 @@ class CheckpointCommand : public ::testing::Test {
     EXPECT_EQ(ended.code, 2) << ended.err;
     EXPECT_EQ(ended.err.find('\n'), ended.err.size() - 1) << ended.err;
     return ended.err;
+  }
+  // Every file of the runs, and what is in it.
+  std::string contents() const {
+    return run_shell(
+               fmt::format("cd {}/runs && find . -type f | sort | xargs sha256sum; find . | sort", scratch_.path().string()))
+        .output;
   }
   bool exists(const std::string& path) const { return fs::exists(scratch_.path() / path); }
 
@@ -252,6 +260,84 @@ TEST_F(CheckpointCommand, ARunBeginsWithTheWeightsOfAnother) {
   expect_part(refused("--set checkpoint.weights=runs/tiny --set model.ffn=64"), "of other shapes: ");
   expect_part(refused("--set checkpoint.weights=nowhere"), "checkpoint.weights = \"nowhere\"");
   EXPECT_EQ(run_shell("ls -R " + scratch_.path().string()).output, before);
+}
+
+// Manifests that somebody has made: nothing is believed, and nothing is written.
+TEST_F(CheckpointCommand, ManifestsThatCannotBeAreRefusedInOneLine) {
+  trained("--ranks 2 --set checkpoint.keep=1");
+  const fs::path checkpoint = "runs/tiny/checkpoints/step-00000006", file = checkpoint / "manifest.json";
+  // As version 1 had it, without a checksum of its text.
+  auto good = nlohmann::ordered_json::parse(scratch_.read(file));
+  good["version"] = 1;
+  good.erase("checksum");
+  using Json = nlohmann::ordered_json;
+  struct Case {
+    std::string words;
+    std::function<void(Json&)> change;
+  };
+  const std::vector<Case> cases{{"", [](Json&) {}},
+                                {"format version 99; this program reads versions 1 to 2: a newer Bonfire has written it",
+                                 [](Json& all) { all["version"] = 99; }},
+                                {"\"../elsewhere\" is not the name of a file in the checkpoint's own folder",
+                                 [](Json& all) { all["tensors"][0]["pieces"][0]["file"] = "../elsewhere"; }},
+                                {"some of its elements are there twice",
+                                 [](Json& all) { all["tensors"][0]["pieces"].push_back(all["tensors"][0]["pieces"][0]); }},
+                                {"elements are missing", [](Json& all) { all["tensors"][0]["pieces"].clear(); }},
+                                {"is larger than any file",
+                                 [](Json& all) {
+                                   all["tensors"][0]["shape"] = {std::int64_t{1} << 40, std::int64_t{1} << 40};
+                                 }},
+                                {"is there twice", [](Json& all) { all["tensors"].push_back(all["tensors"][0]); }}};
+  for (const auto& [words, change] : cases) {
+    auto changed = good;
+    change(changed);
+    scratch_.write(file, changed.dump(1) + "\n");
+    const auto before = contents();
+    const auto inspected = scratch_.bonfire("checkpoint inspect " + checkpoint.string());
+    if (words.empty()) {
+      EXPECT_EQ(inspected.code, 0) << inspected.err;
+      continue;
+    }
+    EXPECT_EQ(inspected.code, 2) << words;
+    EXPECT_EQ(inspected.out, "") << words;
+    EXPECT_EQ(inspected.err.find('\n'), inspected.err.size() - 1) << inspected.err;
+    expect_part(inspected.err, words);
+    for (const std::string& from : {checkpoint.string(), std::string("runs/tiny")})
+      expect_part(refused("--ranks 2 --set train.steps=9 --resume " + from), words);
+    EXPECT_EQ(contents(), before) << words;
+  }
+}
+
+// Another user's files. Root may look at everything, so the command runs without that power.
+TEST_F(CheckpointCommand, WhatMayNotBeReadIsRefusedInOneLine) {
+  trained("--ranks 1 --set checkpoint.keep=1");
+  const std::string other =
+      geteuid() == 0 ? "setpriv --bounding-set=-dac_override,-dac_read_search --inh-caps=-dac_override,-dac_read_search"
+                     : "";
+  if (scratch_.bonfire("--version", other).code != 0) GTEST_SKIP() << "root cannot give up its power to read here";
+  const std::string run = "runs/tiny", folder = run + "/checkpoints", checkpoint = folder + "/step-00000006";
+  const std::string more = "train a.toml --ranks 1 --set train.steps=9 ";
+  for (const std::string& closed :
+       {checkpoint + "/rank-00000.safetensors", checkpoint + "/manifest.json", checkpoint, folder}) {
+    std::vector<std::string> commands{"checkpoint verify " + run, "checkpoint diff " + run + " " + checkpoint,
+                                      more + "--resume " + checkpoint, more + "--resume latest",
+                                      more + "--set checkpoint.weights=" + run};
+    // What a checkpoint contains stands in its manifest.
+    if (!closed.ends_with(".safetensors")) commands.push_back("checkpoint inspect " + run);
+    const auto before = contents();
+    const auto mode = fs::status(scratch_.path() / closed).permissions();
+    fs::permissions(scratch_.path() / closed, fs::perms::none);
+    for (const auto& command : commands) {
+      const auto ended = scratch_.bonfire(command, other);
+      EXPECT_EQ(ended.code, 2) << closed << ": " << command << "\n" << ended.err;
+      EXPECT_EQ(ended.out, "") << closed << ": " << command;
+      EXPECT_EQ(ended.err.find('\n'), ended.err.size() - 1) << ended.err;
+      expect_part(ended.err, closed);
+      expect_part(ended.err, "Permission denied");
+    }
+    fs::permissions(scratch_.path() / closed, mode);
+    EXPECT_EQ(contents(), before) << closed;
+  }
 }
 
 TEST_F(CheckpointCommand, InspectVerifyAndDiff) {
