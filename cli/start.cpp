@@ -10,10 +10,9 @@
 #include <fstream>
 #include <memory>
 #include <mutex>
+#include <sstream>
 
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros.h>
 
 #include "bonfire/base/random.h"
 #include "bonfire/base/system_error.h"
@@ -21,8 +20,10 @@
 #include "bonfire/comm/cores.h"
 #include "bonfire/comm/device.h"
 #include "bonfire/comm/environment.h"
+#include "bonfire/comm/hear.h"
 #include "bonfire/comm/join.h"
 #include "bonfire/comm/launcher.h"
+#include "bonfire/comm/secret.h"
 #include "bonfire/comm/stop_signals.h"
 #include "bonfire/comm/stop_vote.h"
 #include "bonfire/comm/wait_policy.h"
@@ -46,6 +47,8 @@ constexpr const char* folder_variable = "BONFIRE_RUN_FOLDER";
 // The same where several nodes have launchers, whose ranks agree on one folder: where the first rank of each node says
 // which.
 constexpr const char* folder_file_variable = "BONFIRE_RUN_FOLDER_FILE";
+// How a command tells the ranks that it starts on several nodes, time and again, which launch they are of.
+constexpr const char* launch_variable = "BONFIRE_LAUNCH";
 // The terminal on which the ranks' words end, whose width they ask for; their own stderr is a pipe.
 constexpr const char* terminal_variable = "BONFIRE_TERMINAL";
 
@@ -70,7 +73,7 @@ fs::path make_folder(const Config& config, const StartOptions& options) {
 
 bool holds_nothing(const fs::path& folder) {
   for (const auto& entry : fs::recursive_directory_iterator(folder))
-    if (entry.is_regular_file() && entry.file_size() > 0) return false;
+    if (entry.is_regular_file() && entry.file_size() > 0 && entry.path() != folder / launch_file) return false;
   return true;
 }
 
@@ -155,6 +158,7 @@ int launch_here(const Config& config, const StartOptions& options, const Environ
       logs.emplace();
       prepared.log_folder = logs->logs();
       prepared.variables[folder_file_variable] = logs->folder_file().string();
+      prepared.variables[launch_variable] = random_token();
       return;
     }
     folder = make_folder(config, options);
@@ -202,26 +206,55 @@ class OwnFolder {
   fs::path folder_;
 };
 
+// This process's parent, and no other one, before or after, on any machine.
+std::string name_of_parent() {
+  std::string boot, stat;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  std::getline(std::ifstream(fmt::format("/proc/{}/stat", getppid())), stat);
+  // Behind the name of its program, which may hold anything, the 20th is when it began.
+  std::istringstream words(stat.substr(std::min(stat.size(), stat.rfind(')') + 1)));
+  std::string begin;
+  for (int word = 0; word < 20; ++word) words >> begin;
+  return fmt::format("{} {} {}", boot, getppid(), begin);
+}
+
+// What all attempts of one launch have in common, and two launches do not.
+std::string launch_of(const Environment& place) {
+  const auto variables = process_variables();
+  if (const auto own = variables.find(launch_variable); own != variables.end()) return "bonfire " + own->second;
+  const std::string source = name_of(place.source);
+  // A job that is requeued keeps its number; its steps are counted anew.
+  if (place.source == LaunchSource::slurm) return fmt::format("{} {}", source, variables.at("SLURM_JOB_ID"));
+  // torchrun says "none" where nobody has named the run. Its agent starts all attempts.
+  const bool named = !place.run_id.empty() && place.run_id != "none";
+  return fmt::format("{} {}", source, named ? place.run_id : name_of_parent());
+}
+
+// Where rank 0 goes on, or begins.
+fs::path take_folder(const Config& config, const StartOptions& options, const Environment& place) {
+  if (!options.keep_folder) return make_folder(config, options);
+  const std::string launch = launch_of(place);
+  // Ranks that are started again go on in the folder that they had. They may have had none yet.
+  const auto before = place.restarts > 0 && options.run_folder.empty() ? run_folder_of(config, launch) : std::nullopt;
+  if (before) {
+    require_restartable(config, *before);
+    return *before;
+  }
+  const auto folder = make_folder(config, options);
+  sign_run_folder(folder, launch);
+  return folder;
+}
+
 // Rank 0's folder, known to all. Collective.
 fs::path agree_on_folder(const World& world, const Config& config, const StartOptions& options, const Environment& place,
                          OwnFolder& own) {
-  constexpr std::int64_t longest = 4096;
-  auto text = at::zeros({longest}, at::kByte);
-  if (world.rank() == 0) {
-    // Ranks that are started again go on in the folder that they had.
-    const auto before = place.restarts > 0 && options.keep_folder ? latest_run_folder(config) : std::nullopt;
-    own.set(before ? *before : make_folder(config, options));
-    const std::string folder = own.get().string();
+  do_or_fail_together(world.group(), [&] {
+    if (world.rank() != 0) return;
+    own.set(take_folder(config, options, place));
     // Now: it may be that this rank is ended before it can say anything.
-    world.log().info("{}: {}", options.keep_folder ? "run folder" : "temporary folder", folder);
-    require(folder.size() < longest, "the path of the run folder has {} letters, at most {} are allowed", folder.size(),
-            longest - 1);
-    std::memcpy(text.data_ptr(), folder.data(), folder.size());
-  }
-  text = text.to(world.device());
-  world.group().broadcast(text, 0).wait();
-  text = text.cpu();
-  return static_cast<const char*>(text.data_ptr());
+    world.log().info("{}: {}", options.keep_folder ? "run folder" : "temporary folder", own.get().string());
+  });
+  return hear(world.group(), own.get().string(), 0, world.device());
 }
 
 JoinOptions join_options(const Config& config, Variables variables) {

@@ -2,9 +2,13 @@
 
 #include <unistd.h>
 
+#include <charconv>
 #include <system_error>
 
 #include "bonfire/base/error.h"
+#include "bonfire/base/input_file.h"
+#include "bonfire/base/look.h"
+#include "bonfire/base/output_file.h"
 
 namespace bonfire {
 namespace fs = std::filesystem;
@@ -20,6 +24,17 @@ void point_latest_to(const fs::path& folder, const Config& config) {
   std::error_code error;
   fs::create_directory_symlink(folder.filename(), fresh, error);
   if (!error) fs::rename(fresh, latest, error);
+}
+
+// The number of a run folder of this name; 0: it is none.
+int number_of(const Config& config, const std::string& name) {
+  if (name == config.run.name) return 1;
+  const std::string prefix = config.run.name + "-";
+  if (!name.starts_with(prefix)) return 0;
+  int number = 0;
+  const char* const end = name.data() + name.size();
+  const auto [read, error] = std::from_chars(name.data() + prefix.size(), end, number);
+  return error == std::errc() && read == end && number > 1 ? number : 0;
 }
 
 fs::path numbered(const Config& config, int number) {
@@ -52,8 +67,26 @@ std::optional<fs::path> latest_run_folder(const Config& config) {
   std::error_code missing;
   const fs::path latest = fs::path(config.run.folder) / (config.run.name + "-latest");
   const fs::path folder = fs::read_symlink(latest, missing);
-  if (missing || !fs::is_directory(latest)) return std::nullopt;
+  if (missing || !is_folder(latest)) return std::nullopt;
   return folder.is_absolute() ? folder : latest.parent_path() / folder;
+}
+
+void sign_run_folder(const fs::path& folder, const std::string& launch) {
+  write_file(folder / launch_file, launch + "\n", Survives::process);
+}
+
+std::optional<fs::path> run_folder_of(const Config& config, const std::string& launch) {
+  constexpr std::uint64_t most = 1 << 16;
+  std::optional<fs::path> newest;
+  int last = 0;
+  for (const auto& folder : entries_of(config.run.folder)) {
+    const int number = number_of(config, folder.filename().string());
+    if (number <= last || !is_there(folder / launch_file)) continue;
+    if (InputFile((folder / launch_file).string()).text(most) != launch + "\n") continue;
+    last = number;
+    newest = folder;
+  }
+  return newest;
 }
 
 void discard_run_folder(const Config& config, const fs::path& folder) {

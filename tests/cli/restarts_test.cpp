@@ -155,6 +155,29 @@ TEST_F(Restarts, UnderAnotherLauncherTheNewestFolderGoesOn) {
   expect_same("tiny", "whole");
 }
 
+// Ranks that died before they had a folder: an older run of the same name is not theirs. And what is theirs they go on with
+// only where nothing has changed that may not.
+TEST_F(Restarts, OnlyTheFolderOfTheSameLaunchGoesOn) {
+  const Port port;
+  const auto attempt = [&](const char* run, int restarts, const std::string& more) {
+    return shell(fmt::format(
+        "rank() {{ export RANK=$1 WORLD_SIZE=2 LOCAL_RANK=$1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={} "
+        "TORCHELASTIC_RESTART_COUNT={} TORCHELASTIC_RUN_ID={} BONFIRE_TOKEN=secret; exec timeout -k 1 120 {}/bonfire train "
+        "a.toml --set run.folder={}/runs --set train.steps=60 {} 2>rank$1.txt; }}\n"
+        "(rank 0) & A=$!\n(rank 1) & B=$!\nwait $A; A=$?; wait $B; echo codes $A $?\n",
+        port.number(), restarts, run, BONFIRE_BUILD_DIR, scratch_.path().string(), more));
+  };
+  trained("--ranks 2 --set train.steps=60");
+  expect_part(attempt("two", 1, "").output, "codes 0 0");
+  EXPECT_EQ(scratch_.read("rank0.txt").find("resumed after"), std::string::npos);
+  EXPECT_EQ(metrics("tiny-2").size(), 60u);
+  expect_part(attempt("two", 2, "--set train.seed=5").output, "codes 2 2");
+  expect_part(scratch_.read("rank0.txt"), "train.seed = 5: the run that is resumed has 1");
+  // One that had come to its end has nothing left to do.
+  expect_part(attempt("two", 2, "").output, "codes 0 0");
+  EXPECT_FALSE(fs::exists(scratch_.path() / "runs/tiny-3"));
+}
+
 // Two nodes with a folder each of the same name: neither would ever have all of a checkpoint.
 TEST_F(Restarts, AFolderThatOneNodeDoesNotSeeIsRefusedByName) {
   fs::create_directory(scratch_.path() / "runs");

@@ -40,6 +40,22 @@ TEST_F(RunFolder, ThatIsDiscardedLeavesTheLinkAsItWas) {
   EXPECT_TRUE(fs::is_empty(parent_));
 }
 
+TEST_F(RunFolder, IsFoundByTheLaunchThatHasSignedIt) {
+  EXPECT_EQ(run_folder_of(config_, "one"), std::nullopt);
+  const fs::path first = make_run_folder(config_), second = make_run_folder(config_), third = make_run_folder(config_);
+  EXPECT_EQ(run_folder_of(config_, "one"), std::nullopt);
+  sign_run_folder(first, "one");
+  sign_run_folder(second, "one");
+  sign_run_folder(third, "two");
+  EXPECT_EQ(run_folder_of(config_, "one"), second);
+  EXPECT_EQ(run_folder_of(config_, "two"), third);
+  EXPECT_EQ(run_folder_of(config_, "on"), std::nullopt);
+  // A run of another name.
+  fs::create_directory(parent_ / "demo-x");
+  sign_run_folder(parent_ / "demo-x", "three");
+  EXPECT_EQ(run_folder_of(config_, "three"), std::nullopt);
+}
+
 TEST_F(RunFolder, SomebodyElsesFileIsLeftAlone) {
   fs::create_directories(parent_ / "demo-latest");
   EXPECT_EQ(make_run_folder(config_), parent_ / "demo");
