@@ -20,6 +20,8 @@ import time
 from run import ROOT, machine, measure
 
 RANKS = 2
+# Steps from one save to the next, and settings.
+RUNS = {"batch 8": (24, []), "batch 64": (8, ["train.batch=64", "train.microbatch=4"])}
 least_bandwidth, most_cost = 0.8, 0.02
 
 
@@ -71,31 +73,53 @@ def disk(options, scratch):
     return seconds
 
 
-def asynchronous(options, scratch):
-    """Of each save: seconds of the steps beside it, those of as many steps before it, and the longest of the former."""
-    every = 24
-    subprocess.run([options.command, "train", str(ROOT / "bench/small_llama.toml"), "--ranks", str(RANKS), "--set",
-                    f"train.steps={every * (options.repeats + 1) + every // 2}", "--set", f"checkpoint.every={every}", "--set",
-                    "run.threads=1", "--set", f"run.folder={scratch}", "--set", "checkpoint.keep=1"],
-                   check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=open(scratch / "said.txt", "w"))
-    folder = scratch / "small_llama"
-    tokens = 8 * 256
+def beside_saves(options, scratch, file, ranks, every, settings):
+    """Of each asynchronous save of a run: how long it took, the steps beside it, the steps just before it that took as long, and
+    the longest of the former. The first save of a run, which also makes its memory, does not count."""
+    name = f"run-{len(list(scratch.iterdir()))}"
+    said = scratch / f"{name}.txt"
+    words = [f"run.name={name}", f"run.folder={scratch}", f"train.steps={every * (options.repeats + 1) + every // 2}",
+             f"checkpoint.every={every}", "checkpoint.keep=1", *settings]
+    subprocess.run([options.command, "train", str(ROOT / file), "--ranks", str(ranks),
+                    *(word for setting in words for word in ("--set", setting))],
+                   check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=open(said, "w"))
+    config = (scratch / name / "config.toml").read_text()
+    tokens = int(re.search(r"^batch = (\d+)", config, re.M)[1]) * int(re.search(r"^sequence = (\d+)", config, re.M)[1])
     steps = {line["step"]: tokens / line["tokens_per_second"]
-             for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+             for line in map(json.loads, (scratch / name / "metrics.jsonl").read_text().splitlines())}
     units = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
     found = []
-    for step, length, unit in re.findall(r"step (\d+): saved in .* in ([\d.]+) (\w+)\)", (scratch / "said.txt").read_text()):
+    for step, length, unit in re.findall(r"step (\d+): saved in .* in ([\d.]+) (\w+)\)", said.read_text()):
         step, took = int(step), float(length) * units[unit]
         if step < 2 * every or step + every // 2 not in steps:
             continue
         count, beside = 0, 0.0
         while beside < took:  # until the save has ended
             count += 1
+            if step + count not in steps or count >= every:
+                sys.exit(f"{file}: a save takes {took:.1f} s, longer than the {every} steps to the next one")
             beside += steps[step + count]
         before = sum(steps[step - at] for at in range(count))
         found.append({"save": took, "steps": count, "beside": beside, "before": before,
                       "longest": max(steps[step + at] for at in range(1, count + 1)) * count / before})
     return found
+
+
+def costs_of(saves):
+    """Percent."""
+    return [100 * (one["beside"] / one["before"] - 1) for one in saves]
+
+
+def rows_of_saves(runs):
+    """A table with a column for each run."""
+    def row(what, value):
+        return f"| {what} | " + " | ".join(value(saves) for saves in runs.values()) + " |"
+
+    return [f"| median [minimum, maximum] | {' | '.join(runs)} |", "|---|" + "---|" * len(runs),
+            row("a save, from its beginning to its end, s", lambda saves: median([one["save"] for one in saves])),
+            row("steps beside it", lambda saves: median([one["steps"] for one in saves], digits=0)),
+            row("what they take longer, %", lambda saves: median(costs_of(saves), digits=1)),
+            row("the longest of them, against the mean step before", lambda saves: median([one["longest"] for one in saves]))]
 
 
 def page(options, facts, seconds, saves):
@@ -106,8 +130,6 @@ def page(options, facts, seconds, saves):
         return (f"| {name} | {median(seconds[name])} | {mib / statistics.median(seconds[name]):,.0f} | "
                 f"{median(part, digits=0)} % |")
 
-    costs = [100 * (one["beside"] / one["before"] - 1) for one in saves]
-
     def verdict(met):
         return "met" if met else "missed"
 
@@ -115,7 +137,7 @@ def page(options, facts, seconds, saves):
         return statistics.median(other / one for one, other in zip(seconds[name], seconds[against]))
 
     quick = min(bandwidth("save", "dd, written"), bandwidth("load", "dd, read")) >= least_bandwidth
-    cheap = statistics.median(costs) <= 100 * most_cost
+    cheap = max(statistics.median(costs_of(one)) for one in saves.values()) <= 100 * most_cost
     return "\n".join([
         "# Checkpoints: saving, loading, and training beside a save", "",
         f"{mib:,.0f} MiB of state on {RANKS} ranks, checksums included, interleaved with `dd` of as many random bytes on the same",
@@ -125,13 +147,9 @@ def page(options, facts, seconds, saves):
         row("save", "dd, written"),
         f"| dd, read | {median(seconds['dd, read'])} | {mib / statistics.median(seconds['dd, read']):,.0f} | |",
         row("load", "dd, read"), "",
-        f"Training beside a save: bench/small_llama.toml on {RANKS} ranks of one thread each, {len(saves)} asynchronous saves. The",
-        "steps from a save's beginning to its end, the copy to host memory included, against as many steps just before it.", "",
-        "| | median [minimum, maximum] |", "|---|---|",
-        f"| a save, from its beginning to its end | {median([one['save'] for one in saves])} s |",
-        f"| steps beside it | {median([one['steps'] for one in saves], digits=0)} |",
-        f"| what they take longer | {median(costs, digits=1)} % |",
-        f"| the longest of them, against the mean step before | {median([one['longest'] for one in saves])} |", "",
+        f"Training beside a save: bench/small_llama.toml on {RANKS} ranks of one thread each, {options.repeats} asynchronous saves. The",
+        "steps from a save's beginning to its end, checksums and the copy to host memory included, against as many steps just before it.",
+        "", *rows_of_saves(saves), "",
         f"The criteria: saving and loading at {least_bandwidth:.0%} or more of dd's bandwidth: {verdict(quick)}. An asynchronous save costs at",
         f"most {most_cost:.0%} of the steps beside it: {verdict(cheap)}.", "",
         *(f"- {name}: {value}" for name, value in facts.items()), "",
@@ -153,7 +171,9 @@ def main():
     facts["when"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="build-checkpoints-") as scratch:
         seconds = disk(options, pathlib.Path(scratch))
-        saves = asynchronous(options, pathlib.Path(scratch))
+        saves = {name: beside_saves(options, pathlib.Path(scratch), "bench/small_llama.toml", RANKS, every,
+                                    ["run.threads=1", *settings])
+                 for name, (every, settings) in RUNS.items()}
     pathlib.Path(options.output).write_text(page(options, facts, seconds, saves))
 
 

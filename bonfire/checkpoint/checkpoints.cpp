@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -18,7 +19,9 @@
 #include "bonfire/base/size.h"
 #include "bonfire/checkpoint/check_files.h"
 #include "bonfire/checkpoint/checkpoint_folder.h"
+#include "bonfire/checkpoint/pace.h"
 #include "bonfire/checkpoint/rank_file.h"
+#include "bonfire/comm/cores.h"
 #include "bonfire/comm/hear.h"
 #include "bonfire/comm/progress.h"
 
@@ -49,6 +52,13 @@ std::vector<Slice> slices_of(const CheckpointContents& contents) {
   for (auto* const sliced : contents.tensors)
     for (auto& slice : sliced->slices()) slices.push_back(std::move(slice));
   return slices;
+}
+
+// Where no core is free, what a writing thread uses is missing to training.
+double share_beside_training(const World& world) {
+  constexpr double least = 0.01;
+  const int busy = world.device().is_cpu() ? at::get_num_threads() : 1;
+  return usable_cores() > world.local_size() * busy ? 1 : least;
 }
 
 // Ranks of several nodes that have a folder each of the same name would each save a part that nobody can put together.
@@ -95,7 +105,8 @@ struct Checkpoints::Self {
   int exceptions = std::uncaught_exceptions();
   std::int64_t saves = 0;
 
-  at::Tensor copy{};  // memory that is kept: to ask for it anew takes about as long as to fill it
+  Pace pace{options.share > 0 ? options.share : share_beside_training(world)};
+  CopyMemory copy{.pinned = !world.device().is_cpu()};  // kept: to ask for it anew takes about as long as to fill it
   std::thread writer{};
   std::atomic<bool> written{true}, given_up{false};
   std::string problem{};                       // of the last save; the writer's until it has ended
@@ -123,6 +134,7 @@ struct Checkpoints::Self {
 };
 
 Checkpoints::Checkpoints(const World& world, fs::path folder, CheckpointOptions options) {
+  if (!(options.share >= 0 && options.share <= 1)) fail_config("share is {}; allowed: 0 to 1, of a core", options.share);
   if (options.keep < 0) fail_config("keep is {}; allowed: 1 and more, or 0 for all checkpoints", options.keep);
   const auto mark = hear(world.group(), new_mark(), 0, world.device());
   require_shared_folder(world, folder, mark);
@@ -133,6 +145,7 @@ Checkpoints::Checkpoints(const World& world, fs::path folder, CheckpointOptions 
 Checkpoints::~Checkpoints() {
   // Where this rank fails, the others may never say that they have written.
   if (std::uncaught_exceptions() > self_->exceptions) self_->given_up = true;
+  self_->pace.hurry();
   if (self_->writer.joinable()) self_->writer.join();
 }
 
@@ -147,7 +160,7 @@ std::string Checkpoints::write_together(const Save& save) {
   try {
     if (!save.problem.empty()) fail("{}", save.problem);
     fs::create_directories(unfinished);
-    write_rank_file(unfinished, rank, save.pieces);
+    write_rank_file(unfinished, rank, save.pieces, [&] { own.pace.keep(); });
   } catch (const std::exception& error) {
     own.set(own.key(save, "problem"), fmt::format("rank {}: {}", rank, words_of(error)));
   }
@@ -221,6 +234,7 @@ void Checkpoints::write(const Save& save) {
 // The last save has ended.
 void Checkpoints::conclude() {
   auto& own = *self_;
+  own.pace.hurry();
   if (own.writer.joinable()) own.writer.join();
   own.last_saved = own.step_written;
   if (const auto problem = std::exchange(own.problem, {}); !problem.empty() && own.options.failed == WhenFailed::stop)
@@ -249,6 +263,7 @@ bool Checkpoints::begin(std::int64_t step, const CheckpointContents& contents, b
       save.pieces.clear();
     }
     own.written = false;
+    own.pace.begin();
     // With the priority of the others: whoever waits for it could not give it back, and on a busy machine would wait long.
     own.writer = std::thread([this, save = std::move(save)] { write(save); });
   } else {

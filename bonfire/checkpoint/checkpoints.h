@@ -28,9 +28,12 @@ enum class WhenBusy { wait, skip };
 enum class WhenFailed { warn, stop };
 
 struct CheckpointOptions {
-  int keep = 2;                          // checkpoints that are kept; 0: all
-  bool asynchronous = true;              // save() copies to host memory and returns; a thread writes
-  WhenBusy busy = WhenBusy::wait;        // where a save comes while another is being written
+  int keep = 2;                    // checkpoints that are kept; 0: all
+  bool asynchronous = true;        // save() copies to host memory and returns; a thread writes
+  WhenBusy busy = WhenBusy::wait;  // where a save comes while another is being written
+  // How much of a core each rank's writing thread uses until it is waited for; 0: a hundredth where training keeps all cores
+  // of this machine busy, all of one elsewhere.
+  double share = 0;
   WhenFailed failed = WhenFailed::warn;  // where a save could not be written: the run goes on, or save() and finish() throw
   std::string configuration{};           // kept with them, for those who read them
 };

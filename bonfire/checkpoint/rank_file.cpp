@@ -18,7 +18,15 @@ namespace {
 // Ranks that hold the same share its elements if each gets this many bytes or more; of what is smaller one rank writes all.
 constexpr std::int64_t least_part = std::int64_t{16} << 10;
 
+// The allocator of pinned memory rounds up to a power of two: of memory in one piece up to half would be unused.
+constexpr std::int64_t pinned_block = std::int64_t{64} << 20;
+
 std::int64_t element_bytes(const OwnPiece& piece) { return static_cast<std::int64_t>(elementSize(piece.slice.dtype)); }
+
+// Elements that one checksum covers.
+std::int64_t most_in_chunk(const OwnPiece& piece) {
+  return static_cast<std::int64_t>(checksum_bytes) / element_bytes(piece);
+}
 
 std::uint64_t hash_of(const Slice& slice) {
   return Random(0).fork(fmt::format("{}/{}/{}", slice.kind, slice.name, slice.begin)).key();
@@ -70,21 +78,32 @@ std::int64_t bytes_of(const std::vector<OwnPiece>& pieces) {
   return bytes;
 }
 
-std::vector<OwnPiece> copied(const std::vector<OwnPiece>& pieces, at::Tensor& memory) {
-  auto copies = pieces;
-  if (const auto needed = bytes_of(pieces); !memory.defined() || memory.numel() < needed) {
-    memory.reset();
-    memory = at::empty({needed}, at::kByte);
-  }
+std::vector<OwnPiece> copied(const std::vector<OwnPiece>& pieces, CopyMemory& memory) {
+  auto& blocks = memory.blocks;
+  const auto needed = bytes_of(pieces), block = memory.pinned ? std::min(needed, pinned_block) : needed;
+  if (!blocks.empty() && blocks.front().numel() < block) blocks.clear();
+  std::size_t number = 0;
   std::int64_t place = 0;
-  for (auto& [slice, first, count, values] : copies) {
-    const auto bytes = count * static_cast<std::int64_t>(elementSize(slice.dtype));
-    values = memory.narrow(0, place, bytes).view(slice.dtype);
-    slice.read(first, values);
-    place += bytes;
-    slice.begin += std::exchange(first, 0);
-    slice.length = count;
-    slice.get = getter(values);
+  const auto take = [&](std::int64_t bytes) {
+    if (number < blocks.size() && bytes > blocks[number].numel() - place) {
+      ++number;
+      place = 0;
+    }
+    if (number == blocks.size())
+      blocks.push_back(at::empty({block}, at::TensorOptions(at::kByte).pinned_memory(memory.pinned)));
+    return blocks[number].narrow(0, std::exchange(place, place + bytes), bytes);
+  };
+  auto copies = pieces;
+  for (auto& copy : copies) {
+    auto& slice = copy.slice;
+    const std::int64_t most = most_in_chunk(copy);
+    for (std::int64_t done = 0; done < copy.count; done += most) {
+      const auto bytes = std::min(most, copy.count - done) * element_bytes(copy);
+      slice.read(copy.first + done, copy.values.emplace_back(take(bytes).view(slice.dtype)));
+    }
+    slice.begin += std::exchange(copy.first, 0);
+    slice.length = copy.count;
+    slice.get = nullptr;
     slice.set = nullptr;
   }
   return copies;
@@ -93,7 +112,8 @@ std::vector<OwnPiece> copied(const std::vector<OwnPiece>& pieces, at::Tensor& me
 std::string rank_file_name(int rank) { return fmt::format("rank-{:05}.safetensors", rank); }
 std::string rank_pieces_name(int rank) { return fmt::format("rank-{:05}.json", rank); }
 
-void write_rank_file(const std::filesystem::path& folder, int rank, const std::vector<OwnPiece>& pieces) {
+void write_rank_file(const std::filesystem::path& folder, int rank, const std::vector<OwnPiece>& pieces,
+                     const std::function<void()>& between) {
   const std::string file = rank_file_name(rank);
   std::vector<StoredTensor> stored;
   for (const auto& piece : pieces) stored.push_back(in_file(piece));
@@ -111,14 +131,15 @@ void write_rank_file(const std::filesystem::path& folder, int rank, const std::v
                      .file = file,
                      .tensor = writer.tensors()[at].name,
                      .offset = writer.data_offset() + writer.tensors()[at].begin};
-    const std::int64_t most = static_cast<std::int64_t>(checksum_bytes) / element_bytes(pieces[at]);
+    const std::int64_t most = most_in_chunk(pieces[at]);
     for (std::int64_t done = 0; done < count; done += most) {
       const std::int64_t next = std::min(most, count - done);
-      const auto values = held.defined() ? held.narrow(0, done, next) : at::empty({next}, slice.dtype);
-      if (!held.defined()) slice.read(first + done, values);
+      const auto values = held.empty() ? at::empty({next}, slice.dtype) : held[static_cast<std::size_t>(done / most)];
+      if (held.empty()) slice.read(first + done, values);
       const std::span<const std::byte> bytes(static_cast<const std::byte*>(values.const_data_ptr()), values.nbytes());
       told.checksums.push_back(checksum_of(bytes));
       writer.append(bytes);
+      if (between) between();
     }
     tensor.pieces.push_back(std::move(told));
   }

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -16,7 +17,8 @@ namespace bonfire {
 struct OwnPiece {
   Slice slice;
   std::int64_t first = 0, count = 0;
-  at::Tensor values{};  // these elements, in host memory; undefined: the slice is asked for them
+  // These elements in host memory, as many as one checksum covers in each but the last; empty: the slice is asked for them.
+  std::vector<at::Tensor> values{};
 };
 
 // What this rank is to write of what it holds, so that all ranks together write each element once, and those that hold the
@@ -24,14 +26,21 @@ struct OwnPiece {
 BONFIRE_API std::vector<OwnPiece> own_pieces(std::vector<Slice> slices);
 BONFIRE_API std::int64_t bytes_of(const std::vector<OwnPiece>& pieces);
 
-// The same pieces with values that stay as they are now, in `memory` of the host, which is made anew where it is too small.
-BONFIRE_API std::vector<OwnPiece> copied(const std::vector<OwnPiece>& pieces, at::Tensor& memory);
+// Host memory for one copy, kept for the next.
+struct CopyMemory {
+  bool pinned = false;  // to which a GPU copies as fast as the bus allows
+  std::vector<at::Tensor> blocks{};
+};
+// The same pieces with values that stay as they are now, in `memory`, which is made anew where it is too small.
+BONFIRE_API std::vector<OwnPiece> copied(const std::vector<OwnPiece>& pieces, CopyMemory& memory);
 
 // "rank-00003.safetensors", and what is told about it until there is a manifest.
 BONFIRE_API std::string rank_file_name(int rank);
 BONFIRE_API std::string rank_pieces_name(int rank);
 
-// Writes both files into the folder, where they survive a loss of power. Throws WriteError.
-BONFIRE_API void write_rank_file(const std::filesystem::path& folder, int rank, const std::vector<OwnPiece>& pieces);
+// Writes both files into the folder, where they survive a loss of power. Calls `between` after some MiB each. Throws
+// WriteError.
+BONFIRE_API void write_rank_file(const std::filesystem::path& folder, int rank, const std::vector<OwnPiece>& pieces,
+                                 const std::function<void()>& between = {});
 
 }  // namespace bonfire

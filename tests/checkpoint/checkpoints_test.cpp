@@ -7,12 +7,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "bonfire/checkpoint/checkpoint_folder.h"
+#include "bonfire/checkpoint/pace.h"
 #include "tests/checkpoint/saved_training.h"
 #include "tests/support/ranks.h"
 #include "tests/support/shell.h"
@@ -151,6 +154,28 @@ TEST(Checkpoints, ARunThatWentBackGoesOnFromWhatItSavedLast) {
   // Without it, the last step.
   fs::remove(folder / "latest");
   EXPECT_EQ(latest_checkpoint(folder.path())->filename(), "step-00000030");
+}
+
+// A thread that would pause for days goes on when it is waited for.
+TEST(Pace, PausesUntilItIsToHurry) {
+  Pace pace(1e-9);
+  pace.begin();
+  std::atomic<bool> hurries{false};
+  std::atomic<pid_t> thread{0};
+  std::thread keeps([&] {
+    thread = gettid();
+    while (!hurries) pace.keep();
+  });
+  const auto pauses = [&] {
+    std::ifstream in(fmt::format("/proc/self/task/{}/stat", thread.load()));
+    std::string number, name, state;
+    in >> number >> name >> state;
+    return state == "S";
+  };
+  while (thread == 0 || !pauses()) std::this_thread::yield();
+  hurries = true;
+  pace.hurry();
+  keeps.join();
 }
 
 // --- What has happened to the files.

@@ -142,17 +142,36 @@ TEST(RankFiles, HoldersOfTheSameShareTheWork) {
 TEST(RankFiles, CopiesAreOfTheMomentAtWhichTheyWereMade) {
   auto values = at::arange(100, at::kDouble);
   const auto pieces = own_pieces({slice_of(values, {100}, whole_box({100}))});
-  at::Tensor memory;
+  CopyMemory memory;
   const auto copies = copied(pieces, memory);
   values.zero_();
   ASSERT_EQ(copies.size(), 1u);
-  EXPECT_TRUE(copies[0].slice.read().equal(at::arange(100, at::kDouble)));
+  ASSERT_EQ(copies[0].values.size(), 1u);
+  EXPECT_TRUE(copies[0].values[0].equal(at::arange(100, at::kDouble)));
   // The next ones may lie in the same memory, where it is large enough.
-  const auto* before = memory.const_data_ptr();
+  ASSERT_EQ(memory.blocks.size(), 1u);
+  const auto* before = memory.blocks[0].const_data_ptr();
   copied(pieces, memory);
-  EXPECT_EQ(memory.const_data_ptr(), before);
+  EXPECT_EQ(memory.blocks[0].const_data_ptr(), before);
   copied(own_pieces({slice_of(at::ones({200}, at::kDouble), {200}, whole_box({200}))}), memory);
-  EXPECT_EQ(memory.numel(), 1600);
+  ASSERT_EQ(memory.blocks.size(), 1u);
+  EXPECT_EQ(memory.blocks[0].numel(), 1600);
+}
+
+// What is written of a copy is what is written without one.
+TEST(RankFiles, CopiesOfLongTensorsAreWrittenTheSame) {
+  const std::int64_t elements = 5 * static_cast<std::int64_t>(checksum_bytes) / 8 / 2 + 3;
+  const auto whole = at::arange(elements, at::kDouble), more = at::arange(elements, at::kFloat);
+  auto other = slice_of(more, {elements}, whole_box({elements}));
+  other.name = "other";
+  const auto pieces = own_pieces({slice_of(whole, {elements}, whole_box({elements})), other});
+  const Folder plain, copy;
+  CopyMemory memory;
+  int calls = 0;
+  write_rank_file(plain.path(), 0, pieces);
+  write_rank_file(copy.path(), 0, copied(pieces, memory), [&] { ++calls; });
+  EXPECT_EQ(calls, 5);
+  for (const auto& file : {rank_file_name(0), rank_pieces_name(0)}) EXPECT_EQ(copy.read(file), plain.read(file)) << file;
 }
 
 TEST(RankFiles, TheDtypeOfEveryTensorIsKept) {
