@@ -123,5 +123,30 @@ INSTANTIATE_TEST_SUITE_P(
             "--set train.microbatch=1 --set data.sequence=8 --set optimizer.type=sgd --set optimizer.momentum=0"}),
     [](const auto& info) { return std::string(info.param.name); });
 
+// Runs that save while they train, from a copy of what each rank saves.
+class SavedRuns : public ::testing::TestWithParam<Run> {};
+
+TEST_P(SavedRuns, NeedWhatWasPredicted) {
+  const auto& [name, model, arguments] = GetParam();
+  const testing::Scratch scratch;
+  scratch.write("a.toml", std::string("[run]\nname = \"a\"\ndevice = \"cpu\"\n[model]\n") + model);
+  const auto measured = [&](int every) {
+    const auto ended = scratch.bonfire(
+        fmt::format("train a.toml --ranks 2 --json --set train.steps=4 --set checkpoint.every={} {}", every, arguments));
+    EXPECT_EQ(ended.code, 0) << ended.err;
+    const auto report = nlohmann::json::parse(ended.out);
+    const double peak = report.at("peak_memory_bytes");
+    EXPECT_NEAR(report.at("predicted_memory_bytes").get<double>(), peak, part_allowed * peak) << "every " << every;
+    return peak;
+  };
+  // The copy is there, and it is what the prediction adds.
+  EXPECT_GT(measured(2), 1.1 * measured(4));
+}
+
+INSTANTIATE_TEST_SUITE_P(Runs, SavedRuns,
+                         ::testing::Values(Run{"replicas", gpt2, ""},
+                                           Run{"shares", gpt2, "--set layout.shard=2 --set layout.sharded=parameters"}),
+                         [](const auto& info) { return std::string(info.param.name); });
+
 }  // namespace
 }  // namespace bonfire::memory_test

@@ -1,10 +1,13 @@
 // Runs that are saved and go on, on the same layout and on others.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <string>
 #include <vector>
+
+#include <fmt/ranges.h>
 
 #include "bonfire/checkpoint/checkpoint_folder.h"
 #include "bonfire/checkpoint/manifest.h"
@@ -163,6 +166,61 @@ TEST_F(Saving, AnotherBatchTakesTheSamplesThatFollow) {
   EXPECT_EQ(rest.metrics.size(), static_cast<std::size_t>(whole));
 }
 
+// What [optimizer] and train.steps say counts from the next step on, as if it had been so from the beginning.
+TEST_F(Saving, AnotherOptimizerSettingHoldsFromTheNextStepOn) {
+  const Layout& one = layouts()[0];
+  const std::vector<std::string> other{"optimizer.lr=0.03", "optimizer.decay=cosine", "optimizer.min_lr=0.001"};
+  auto all_steps = other;
+  all_steps.push_back(fmt::format("train.steps={}", whole));
+  const auto from_the_beginning = run("mlp", one.ranks, all_steps);
+  const auto part = begin("mlp", one, saved);
+  const auto rest = go_on(part.folder, models.at("mlp"), one, other);
+  ASSERT_EQ(rest.metrics.size(), static_cast<std::size_t>(whole));
+  const auto lr = [](const Outcome& outcome, std::size_t at) { return outcome.metrics[at].at("lr").get<double>(); };
+  for (std::size_t at = 0; at < whole; ++at)
+    EXPECT_EQ(lr(rest, at), lr(at < saved ? part : from_the_beginning, at)) << "step " << at + 1;
+  EXPECT_NE(lr(rest, saved), lr(part, saved - 1));
+}
+
+// The first step after it sees the weights that were saved; its update decays them as it is told now.
+TEST_F(Saving, AnotherWeightDecayHoldsFromTheNextStepOn) {
+  const Layout& one = layouts()[0];
+  const auto part = begin("mlp", one, saved, {"optimizer.weight_decay=0"});
+  const auto other = scratch_.path() / "other";
+  fs::copy(part.folder, other, fs::copy_options::recursive);
+  const auto same = go_on(part.folder, models.at("mlp"), one, {"optimizer.decay=constant", "optimizer.weight_decay=0"}),
+             decays = go_on(other, models.at("mlp"), one, {"optimizer.decay=constant", "optimizer.weight_decay=2"});
+  EXPECT_EQ(decays.losses()[saved], same.losses()[saved]);
+  EXPECT_NE(decays.losses()[saved + 1], same.losses()[saved + 1]);
+}
+
+// Every rank writes about as much, whoever holds what.
+TEST_F(Saving, NoRankWritesMuchMoreThanTheOthers) {
+  const std::string model =
+      "[model]\ntype = \"llama\"\ndim = 96\nlayers = 4\nheads = 4\nkv_heads = 2\nffn = 256\nvocab = 300\n[data]\nsequence = "
+      "6\nbranching = 4\n";
+  for (const auto& overrides :
+       std::vector<std::vector<std::string>>{{},
+                                             {"layout.replicate=2", "layout.shard=2", "layout.sharded=parameters"},
+                                             {"layout.replicate=2", "layout.shard=2", "layout.sharded=optimizer"},
+                                             {"layout.shard=4", "layout.sharded=parameters"}}) {
+    auto all = overrides;
+    all.push_back("train.steps=1");
+    const auto outcome = run_text(model, 4, all);
+    double sum = 0, most = 0;
+    int files = 0;
+    for (const auto& entry : fs::directory_iterator(outcome.report.checkpoint)) {
+      if (entry.path().extension() != ".safetensors") continue;
+      sum += static_cast<double>(entry.file_size());
+      most = std::max(most, static_cast<double>(entry.file_size()));
+      ++files;
+    }
+    EXPECT_EQ(files, 4);
+    EXPECT_GT(sum, 4 << 20);  // parameters and two moments of each
+    EXPECT_LE(most, 1.1 * sum / 4) << fmt::format("{}", fmt::join(overrides, " "));
+  }
+}
+
 // With weights that do not change, the loss of a step says which samples it has seen: one step of two batches sees what two
 // steps of one have seen, whoever takes them.
 TEST_F(Saving, EverySampleIsSeenOnceAlsoWhereBatchAndLayoutChange) {
@@ -204,14 +262,17 @@ TEST_F(Saving, WhatMakesItAnotherRunIsRefusedByTheKey) {
   const auto refusal = [&](const std::string& key) {
     return thrown<ConfigError>([&] { require_resumable(resolved(key), before, "manifest.json"); });
   };
-  for (const char* key : {"model.dim=32", "data.sequence=5", "data.seed=2", "train.seed=2", "optimizer.type=sgd",
-                          "optimizer.amsgrad=true", "data.held_out=0.5", "train.freeze=[\"embedding\"]"}) {
+  for (const char* key :
+       {"model.dim=32", "data.sequence=5", "data.seed=2", "train.seed=2", "optimizer.type=sgd", "optimizer.amsgrad=true",
+        "data.branching=3", "data.held_out=0.5", "train.freeze=[\"embedding\"]"}) {
     const auto name = std::string(key).substr(0, std::string(key).find('='));
     expect_part(refusal(key), name + " = ");
     expect_part(refusal(key), "it cannot change on the way");
   }
   for (const char* key : {"", "train.steps=100", "optimizer.lr=0.5", "train.batch=24", "layout.shard=2",
-                          "train.precision=bf16", "checkpoint.every=7", "train.clip=0", "optimizer.weight_decay=0"})
+                          "train.precision=bf16", "checkpoint.every=7", "train.clip=0", "optimizer.weight_decay=0",
+                          "train.clip_value=0.5", "train.nan_policy=skip", "train.keep_for_backward=all",
+                          "train.start=broadcast", "train.microbatch=6", "optimizer.betas=[0.8, 0.9]", "optimizer.warmup=3"})
     EXPECT_EQ(refusal(key), "");
 }
 
