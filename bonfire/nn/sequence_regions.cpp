@@ -92,22 +92,30 @@ struct SumNode : BackwardNode {
   at::ScalarType positions_type = at::kFloat;
   Tensor places;
 
+  // Known as a layer with a parameter, so that the halves of a split backward do not gather once each.
+  std::vector<std::size_t> parameters() const override {
+    return positions.empty() ? std::vector<std::size_t>{} : std::vector<std::size_t>{1};
+  }
+
   variable_list backward(const variable_list& gradients) override {
     const Tensor d = Gathering(ranks, gradients[0]).finish();
     variable_list out(num_outputs());
     if (task_should_compute_output(0)) out[0] = d;
-    if (!positions.empty() && task_should_compute_output(1)) {
-      const bool of_samples = places.defined() && places.dim() == 2;
-      const Tensor sum = of_samples ? d.flatten(0, 1) : d.sum(0);
-      const auto wide = positions_type == at::kDouble ? at::kDouble : at::kFloat;
-      out[1] = at::zeros(positions, sum.options().dtype(wide));
-      if (places.defined())
-        out[1].index_add_(0, places.flatten(), sum.to(wide));
-      else
-        out[1].narrow(0, 0, sum.size(0)).copy_(sum);
-      out[1] = out[1].to(positions_type);
-    }
+    if (!positions.empty() && wants(1)) give(out, 1, [made = of_positions(d)] { return made; });
     return out;
+  }
+
+ private:
+  Tensor of_positions(const Tensor& d) const {
+    const bool of_samples = places.defined() && places.dim() == 2;
+    const Tensor sum = of_samples ? d.flatten(0, 1) : d.sum(0);
+    const auto wide = positions_type == at::kDouble ? at::kDouble : at::kFloat;
+    Tensor made = at::zeros(positions, sum.options().dtype(wide));
+    if (places.defined())
+      made.index_add_(0, places.flatten(), sum.to(wide));
+    else
+      made.narrow(0, 0, sum.size(0)).copy_(sum);
+    return made.to(positions_type);
   }
 };
 

@@ -165,7 +165,7 @@ TEST_F(Context, PipelinesHaveExactlyTheCollectivesOfThePlan) {
     expect_collectives_of_plan("llama", 4, both + Overrides{"train.microbatch=12", "train.precision=bf16"});
     expect_collectives_of_plan("llama", 8,
                                both + Overrides{"layout.shard=2", "train.microbatch=6", "layout.recompute=full"});
-    expect_collectives_of_plan("llama", 8,
+    expect_collectives_of_plan("gpt2", 8,
                                both + Overrides{"layout.tensor=2", "train.microbatch=12", "layout.schedule=zb-h1"});
     expect_collectives_of_plan("llama", 8,
                                both + Overrides{"layout.tensor=2", "layout.sequence_parallel=false", "train.microbatch=12"});
