@@ -7,6 +7,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/plan/loans.h"
+#include "bonfire/plan/tensor_part.h"
 #include "bonfire/schedule/clock.h"
 
 namespace bonfire::plan {
@@ -158,6 +159,30 @@ StepCosts recomputing(StepCosts costs, const ModelDescription& model) {
           model.units.size());
   for (std::size_t at = 0; at < model.units.size(); ++at)
     costs.units[at].backward += part_made_again(model, model.units[at]) * costs.units[at].forward;
+  return costs;
+}
+
+StepCosts exchanging(StepCosts costs, const ModelDescription& model, const DataParallel& layout,
+                     const ExchangeLinks& links) {
+  require(costs.units.size() == model.units.size(), "costs of {} Units for a model of {}", costs.units.size(),
+          model.units.size());
+  const Exchange how{.tokens = layout.tokens,
+                     .samples = layout.samples,
+                     .element_bytes = bytes_of(layout.compute),
+                     .context = layout.context};
+  const auto seconds = [&](const std::vector<Collective>& list) {
+    double sum = 0;
+    for (const auto& one : list)
+      sum += one.axis == Axis::context ? seconds_over(links.context, one, layout.context.ranks)
+                                       : seconds_over(links.tensor, one, model.tensor.ranks);
+    return sum;
+  };
+  const auto units = step_units(model, flats_of(model, layout));
+  for (std::size_t at = 0; at < units.size(); ++at) {
+    costs.units[at].forward += seconds(exchanged_in_forward(model, at, how));
+    if (!units[at].backward) continue;
+    costs.units[at].backward += seconds(exchanged_in_backward(model, at, how, input_differentiates(units, at, false)));
+  }
   return costs;
 }
 

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "bonfire/base/api.h"
+#include "bonfire/base/collective.h"
 #include "bonfire/plan/step_events.h"
 
 // How long a step takes: its events on a clock with one stream of computation and one of communication.
@@ -33,6 +34,15 @@ struct StepCosts {
 BONFIRE_API double part_made_again(const ModelDescription& model, const UnitDescription& unit);
 // The same where backward makes parts of forwards again. REQUIRES: costs without recomputation, of the model's Units.
 BONFIRE_API StepCosts recomputing(StepCosts costs, const ModelDescription& model);
+
+// Between ranks that split layers, and between those that share samples.
+struct ExchangeLinks {
+  Link tensor{}, context{};
+};
+// The same where Units exchange activations while they run, one after the other and beside nothing else: what products hide
+// of that is left out. REQUIRES: costs of the model's Units without it.
+BONFIRE_API StepCosts exchanging(StepCosts costs, const ModelDescription& model, const DataParallel& layout,
+                                 const ExchangeLinks& links);
 
 // How the host and the streams go together.
 enum class Host {

@@ -165,5 +165,45 @@ TEST(Recomputing, AddsToBackwardWhatItMakesAgain) {
   }
 }
 
+// Twice per block and direction all tokens cross, in an all-reduce or in the two collectives that take its place; the loss
+// has three numbers of eight bytes for each token and rank.
+TEST(Exchanging, AddsToUnitsWhatCrossesInThem) {
+  const ModelSpec spec{
+      .type = ModelType::gpt2, .dim = 64, .layers = 2, .heads = 4, .ffn = 192, .vocab = 64, .positions = 32};
+  const DataParallel layout{.tokens = 32};
+  const double width = 32 * 64 * 4, bandwidth = 1e6;
+  for (const bool sequence : {false, true}) {
+    const auto model = describe(spec, {.ranks = 4, .sequence = sequence});
+    const StepCosts costs{.units = std::vector<UnitCost>(model.units.size(), {3, 6})};
+    const auto with = exchanging(costs, model, layout, {.tensor = {.bytes_per_second = bandwidth}});
+    for (std::size_t at = 0; at < model.units.size(); ++at) {
+      const auto& name = model.units[at].name;
+      const double sum = 2 * 3 / 4.0 * width / bandwidth;  // of an all-reduce
+      if (name.starts_with("blocks.")) {
+        EXPECT_NEAR(with.units[at].forward, 3 + 2 * sum, 1e-9) << name;
+        // What is gathered for the weights, and the gradients of norms and biases that have part of the sequence.
+        const double again = sequence ? 2 * 3 / 4.0 * width / bandwidth + 6 * 2 * 3 / 4.0 * 64 * 4 / bandwidth : 0;
+        EXPECT_NEAR(with.units[at].backward, 6 + 2 * sum + again, 1e-9) << name;
+      }
+      if (name == "head" && !sequence) {
+        EXPECT_NEAR(with.units[at].forward, 3 + 3 / 4.0 * 3 * 8 * 4 * 32 / bandwidth, 1e-9);
+      }
+    }
+    EXPECT_EQ(exchanging(costs, describe(spec), layout, {.tensor = {.bytes_per_second = 1}}).units[1].forward, 3);
+  }
+}
+
+TEST(Exchanging, CountsTheRingBetweenRanksThatShareSamples) {
+  const ModelSpec spec{
+      .type = ModelType::gpt2, .dim = 64, .layers = 2, .heads = 4, .ffn = 192, .vocab = 64, .positions = 32};
+  const auto model = describe(spec);
+  const StepCosts costs{.units = std::vector<UnitCost>(model.units.size(), {3, 6})};
+  const auto with = exchanging(costs, model, {.replicate = 2, .tokens = 16, .context = {.ranks = 2}},
+                               {.context = {.latency_seconds = 0.5, .bytes_per_second = 1e6}});
+  const auto keys = 0.5 + 16 * 2 * 64 * 4 / 1e6;
+  EXPECT_NEAR(with.units[2].forward, 3 + keys, 1e-9);
+  EXPECT_NEAR(with.units[2].backward, 6 + 2 * keys, 1e-9);
+}
+
 }  // namespace
 }  // namespace bonfire::plan::step_time_test
