@@ -21,10 +21,11 @@ struct BlockSizes {
       : heads(heads_of(model.spec, model.tensor).heads),
         query(heads * model.spec.head_dim),
         key(heads_of(model.spec, model.tensor).kv_heads * model.spec.head_dim),
+        between(elements_between(model.tensor, model.spec.dim)),
         ffn(model.tensor.length(model.spec.ffn)),
         wide(model.spec.type == ModelType::llama ? 2 * ffn : ffn),
         norm_statistics(model.spec.type == ModelType::llama ? 1 : 2) {}
-  std::int64_t heads, query, key, ffn, wide, norm_statistics;
+  std::int64_t heads, query, key, between, ffn, wide, norm_statistics;  // between: what comes in, goes out, and is normed
 };
 
 // What forward has kept of a Unit's by the time it comes to this parameter: where nothing before it is trained, none of
@@ -36,20 +37,21 @@ Before kept_before(const ModelDescription& model, const UnitDescription& unit, c
   const auto& spec = model.spec;
   const std::string name = path.starts_with(unit.name + ".") ? path.substr(unit.name.size() + 1) : path;
   const BlockSizes sizes(model);
-  if (unit.kind == UnitKind::head && attends(spec) && !name.starts_with("norm.")) return {spec.dim, sizes.norm_statistics};
+  if (unit.kind == UnitKind::head && attends(spec) && !name.starts_with("norm."))
+    return {sizes.between, sizes.norm_statistics};
   if (unit.kind != UnitKind::block || spec.type == ModelType::vgg) return {};
   const bool again = unit.recompute == Recompute::selective;
   // What goes into the activation is made again from what comes in. What an adapted product reads is kept for the adapter.
-  const std::int64_t source = again ? 0 : spec.dim;
+  const std::int64_t source = again ? 0 : sizes.between;
   const bool adapter = is_adapter(name);
   if (spec.type == ModelType::mlp)
     return name.starts_with("feed.down.") ? Before{adapter ? sizes.wide : source, 0} : Before{};
-  Before before{spec.dim + (again ? 0 : sizes.query + 2 * sizes.key), sizes.norm_statistics + sizes.heads};
-  if (adapter && name.starts_with("attention.qkv.")) return {spec.dim, sizes.norm_statistics};
+  Before before{sizes.between + (again ? 0 : sizes.query + 2 * sizes.key), sizes.norm_statistics + sizes.heads};
+  if (adapter && name.starts_with("attention.qkv.")) return {sizes.between, sizes.norm_statistics};
   if (name.starts_with("attention.output.")) return before;
   before.elements += sizes.query;
   if (adapter && name.starts_with("feed."))
-    return {before.elements + spec.dim + (name.starts_with("feed.down.") ? sizes.wide : 0),
+    return {before.elements + sizes.between + (name.starts_with("feed.down.") ? sizes.wide : 0),
             before.statistics + sizes.norm_statistics};
   if (name.starts_with("feed.down.")) return {before.elements + source, before.statistics + sizes.norm_statistics};
   return name.starts_with("feed") ? before : Before{};
@@ -63,9 +65,9 @@ std::int64_t forward_elements(const ModelDescription& model, const UnitDescripti
   // What goes into the activation and what comes out is as much as backward works with. Beside it are input and result, and
   // the middle of a block that attends; or that has q, k and v, twice, and what attention makes of them.
   const bool attention = attends(spec) && unit.saved_statistics > 0;
-  const std::int64_t feed = (attention ? 3 : 2) * unit.output_elements + unit.working_elements;
+  const std::int64_t feed = (attention ? 3 : 2) * handed_on(model, unit) + unit.working_elements;
   const BlockSizes sizes(model);
-  return attention ? std::max(feed, 2 * spec.dim + 3 * sizes.query + 4 * sizes.key) : feed;
+  return attention ? std::max(feed, 2 * sizes.between + 3 * sizes.query + 4 * sizes.key) : feed;
 }
 
 const ParameterDescription* weight_in(const UnitDescription& unit, std::string_view name) {
@@ -104,15 +106,15 @@ class Walk {
         } else {
           kept += all + (holds && !counted ? input : 0);
         }
-        if (ends_reversible(model_, at)) kept += unit.output_elements * element_ * options_.memory.tokens;
+        if (ends_reversible(model_, at)) kept += output_bytes(at);
         reached = true;
       }
       all_.kept.push_back(kept);
       all_.again.push_back(again);
-      const std::int64_t input = at > 0 ? model_.units[at - 1].output_elements : 0;
+      const std::int64_t input = at > 0 ? handed_on(model_, model_.units[at - 1]) : 0;
       const std::int64_t running = forward_elements(model_, unit, input) * element_ * options_.memory.tokens;
       all_.in_forward.push_back(!keeps ? running : is_recomputed(unit) ? before + running : 0);
-      all_.incoming.push_back(unit.kind == UnitKind::head ? 0 : unit.output_elements * element_ * options_.memory.tokens);
+      all_.incoming.push_back(unit.kind == UnitKind::head ? 0 : output_bytes(at));
       all_.in_backward.push_back(in_backward(at));
       all_.in_weights.push_back(in_weights(at));
     }
@@ -122,9 +124,10 @@ class Walk {
  private:
   static bool is_recomputed(const UnitDescription& unit) { return unit.recompute == Recompute::full; }
 
-  std::int64_t input_bytes(std::size_t at) const {
-    return at > 0 ? model_.units[at - 1].output_elements * element_ * options_.memory.tokens : 0;
+  std::int64_t output_bytes(std::size_t at) const {
+    return handed_on(model_, model_.units[at], options_.memory.tokens) * element_;
   }
+  std::int64_t input_bytes(std::size_t at) const { return at > 0 ? output_bytes(at - 1) : 0; }
 
   // By a forward that is not to run again, what it alone reads of its input among it. `reached`: so is the Unit before.
   std::int64_t saved_by(std::size_t at, bool reached) const {
@@ -161,8 +164,13 @@ class Walk {
     if (!attends(model_.spec) || unit.kind != UnitKind::block || layout_.context.ranks == 1) return 0;
     const BlockSizes sizes(model_);
     const std::int64_t wide = std::max<std::int64_t>(4, element_), keys = 2 * sizes.key;
-    // The rest of the block has gone.
-    const std::int64_t gone = (model_.spec.dim + sizes.wide) * element_;
+    // The rest of the block has gone, with what its adapters kept.
+    std::int64_t rest = sizes.between + sizes.wide;
+    for (const auto& layer : adapted_layers(unit))
+      if (layer.starts_with("feed."))
+        rest += (layer == "feed.down" ? sizes.ffn : sizes.between) +
+                model_.spec.adapter.rank * static_cast<std::int64_t>(adapters_of(unit, layer).size());
+    const std::int64_t gone = rest * element_;
     // The packed gradient on its way: as it was made, sent, received, and in order.
     if (exchanges_heads()) return 3 * (sizes.query + keys) * element_ + sizes.query * element_ - gone;
     // Keys and values, and sums of their gradients, each with those that arrive; the gradients of the own part and of
@@ -181,7 +189,7 @@ class Walk {
       const auto before = kept_before(model_, unit, first->name);
       bytes -= (before.elements * element_ + before.statistics * 4) * options_.memory.tokens;
     }
-    if (!keeps_input(model_, at)) bytes += model_.units[at - 1].output_elements * element_ * options_.memory.tokens;
+    if (!keeps_input(model_, at)) bytes += input_bytes(at);
     return bytes;
   }
 
@@ -212,7 +220,7 @@ class Walk {
                                            beside * element_ * options_.memory.tokens + weight + gradient,
                                            in_shared_attention(unit) * options_.memory.tokens});
     // The result of a forward that runs again is there until it has ended.
-    const std::int64_t result = is_recomputed(unit) ? unit.output_elements * element_ * options_.memory.tokens : 0;
+    const std::int64_t result = is_recomputed(unit) ? output_bytes(at) : 0;
     // So is its own input that came back from the host, and that of the Unit before.
     const std::int64_t back = is_recomputed(unit) && options_.memory.inputs_on_host ? 2 * input_bytes(at) : 0;
     return all_.kept[at] + all_.again[at] + all_.incoming[at] + back + std::max(working, result);
@@ -252,12 +260,14 @@ class Walk {
   }
 
   // A head whose logits would be too many makes them in chunks, and both gradients in forward: that of the weight in fp32,
-  // that of its input in the place of the normed input, which is there as well until forward has ended.
+  // that of its input in the place of the normed input, which is there as well until forward has ended. Of a sequence that
+  // is divided these two are whole, and beside the rank's part.
   std::int64_t of_chunks(std::size_t at) const {
     const auto& unit = model_.units[at];
     const std::int64_t input = unit.weight_elements / unit.output_elements;
     const std::int64_t row_bytes = unit.output_elements * element_;
-    return all_.kept[at] - row_bytes * options_.memory.tokens + input * element_ * options_.memory.tokens +
+    const std::int64_t whole = model_.tensor.sequence ? 2 * input : input;
+    return all_.kept[at] - row_bytes * options_.memory.tokens + whole * element_ * options_.memory.tokens +
            (trains_output(unit) ? unit.weight_elements * bytes_of(Dtype::fp32) : 0) +
            rows_of_chunk(options_.memory.tokens, longest_logits(model_, unit) * element_) * row_bytes;
   }
@@ -316,7 +326,7 @@ void keep_for_backward(ModelDescription& model, Kept kept, KeptAs as) {
       if (as == KeptAs::eight_bits && suits_eight_bits(*weight))
         unit.saved_elements += spec.dim / 2;
       else if (kept == Kept::all)
-        unit.saved_elements += spec.dim;
+        unit.saved_elements += sizes.between;
     }
     if (const auto* weight = weight_in(unit, "feed.down.weight"); weight && weight->trained && kept != Kept::least) {
       if (as == KeptAs::eight_bits && suits_eight_bits(*weight))
@@ -340,7 +350,7 @@ void make_parts_again(const ModelDescription& model, UnitDescription& unit) {
   if (!attends(model.spec)) return;
   const std::int64_t read = sizes.query + 2 * sizes.key;
   unit.saved_elements -= read;
-  unit.working_elements = std::max(unit.working_elements, 2 * read - model.spec.dim + sizes.query);
+  unit.working_elements = std::max(unit.working_elements, 2 * read - sizes.between + sizes.query);
 }
 
 }  // namespace

@@ -58,11 +58,6 @@ ParameterDescription by_columns(ParameterDescription parameter) {
   return parameter;
 }
 
-// Elements per token of what lies between split products: each rank has it whole, or its part of the sequence.
-std::int64_t between(const TensorPart& part, std::int64_t elements) {
-  return part.sequence ? (elements + part.ranks - 1) / part.ranks : elements;
-}
-
 // What ranks exchange is whole: the gradient of what a split product made, that of what it read, and that itself. Beside the
 // weight's gradient all of it is there.
 void hold_exchanged(UnitDescription& unit, const TensorPart& part, std::int64_t dim) {
@@ -81,7 +76,7 @@ UnitDescription output_head(const ModelSpec& spec, const TensorPart& part) {
   UnitDescription head{.name = "head",
                        .kind = UnitKind::head,
                        .product_flops = product(spec.dim, outputs),
-                       .saved_elements = 2 * between(part, spec.dim) + outputs,
+                       .saved_elements = 2 * elements_between(part, spec.dim) + outputs,
                        .saved_statistics = 1,
                        .output_elements = outputs,
                        .working_elements = 2 * spec.dim,
@@ -136,8 +131,8 @@ void describe_llama(ModelDescription& model) {
     block.attention_flops_per_position = 4.0 * static_cast<double>(own_query);
     // Input, q, k, v, attention's output, the middle of the block, gate and up. Norms and the product of gate and up are
     // made again.
-    block.saved_elements = 2 * between(part, dim) + 2 * own_query + 2 * own_key + 2 * own_ffn;
-    block.saved_statistics = between(part, 2) + own_heads;
+    block.saved_elements = 2 * elements_between(part, dim) + 2 * own_query + 2 * own_key + 2 * own_ffn;
+    block.saved_statistics = elements_between(part, 2) + own_heads;
     block.output_elements = dim;
     // The gradients of gate and up, and their product again; in attention q, k, v and their output are still kept.
     block.working_elements = std::max(3 * own_ffn, 2 * own_query + 2 * own_key - dim - 2 * own_ffn);
@@ -185,8 +180,8 @@ void describe_gpt2(ModelDescription& model) {
         plain("feed.down.bias", {dim}, zeros, outside("mlp.c_proj.bias"))};
     block.product_flops = product(dim, 3 * own_query) + product(own_query, dim) + 2 * product(dim, own_ffn);
     block.attention_flops_per_position = 4.0 * static_cast<double>(own_query);
-    block.saved_elements = 2 * between(part, dim) + 4 * own_query + own_ffn;
-    block.saved_statistics = between(part, 4) + heads_of(spec, part).heads;
+    block.saved_elements = 2 * elements_between(part, dim) + 4 * own_query + own_ffn;
+    block.saved_statistics = elements_between(part, 4) + heads_of(spec, part).heads;
     block.output_elements = dim;
     block.working_elements = block.working_beside_weight = 2 * own_ffn;
     block.weight_elements = dim * own_ffn;

@@ -230,10 +230,8 @@ std::vector<bool> backwards_of_stage(const PipelineLayout& layout, int stage) {
 
 std::int64_t crossing_bytes(const ModelDescription& model, const PipelineLayout& layout, int stage, int microbatch) {
   const auto part = stage_model(model, layout, stage);
-  // Each rank sends its part of the sequence.
-  const int parts = model.tensor.sequence ? model.tensor.ranks : 1;
-  return part.units.back().output_elements * layout.tokens * layout.samples.at(static_cast<std::size_t>(microbatch)) *
-         bytes_of(layout.data.compute) / parts;
+  const std::int64_t tokens = layout.tokens * layout.samples.at(static_cast<std::size_t>(microbatch));
+  return handed_on(part, part.units.back(), tokens) * bytes_of(layout.data.compute);
 }
 
 std::vector<Collective> collectives_of_step(const ModelDescription& model, const PipelineLayout& layout, int rank) {

@@ -10,6 +10,7 @@
 #include "bonfire/plan/pipeline.h"
 #include "bonfire/plan/reductions.h"
 #include "bonfire/plan/step_events.h"
+#include "bonfire/plan/tensor_part.h"
 #include "bonfire/plan/unit_window.h"
 
 namespace bonfire::plan {
@@ -33,15 +34,19 @@ std::int64_t rows_of(const UnitDescription& unit, const std::string& layer) {
     if (parameter.name == layer + ".weight") return parameter.shape[0];
   return 0;
 }
-PutOff put_off(const ModelDescription& part, const UnitDescription& unit, const UnitDescription& described, Dtype compute) {
+PutOff put_off(const ModelDescription& part, const UnitDescription& unit, const UnitDescription& described, Dtype compute,
+               const MemoryOptions& options) {
   PutOff all;
   if (unit.kind == UnitKind::root) return all;
   const auto& spec = part.spec;
   const bool attends = spec.type == ModelType::llama || spec.type == ModelType::gpt2;
   if (spec.type != ModelType::vgg) all.retained = 0;
   if (attends && unit.kind == UnitKind::block) {
-    all.retained = spec.head_dim * (spec.heads + 2 * spec.kv_heads);
-    all.at_its_end = 3 * spec.dim;
+    // Torch's attention: what it reads, and on a CPU what it has made. Ours lets go of both.
+    const auto own = heads_of(spec, part.tensor);
+    const bool torchs = !options.on_host || bytes_of(compute) == 2 || !options.own_attention;
+    if (torchs) all.retained = spec.head_dim * ((options.on_host ? 2 : 1) * own.heads + 2 * own.kv_heads);
+    all.at_its_end = 3 * elements_between(part.tensor, spec.dim);
   }
   const auto add = [&](const ParameterDescription& parameter) {
     const auto& shape = parameter.shape;
@@ -86,12 +91,13 @@ PutOff put_off(const ModelDescription& part, const UnitDescription& unit, const 
 }
 
 struct StageCosts {
-  StageCosts(const ModelDescription& model, const PipelineLayout& layout, int stage)
+  StageCosts(const ModelDescription& model, const PipelineLayout& layout, const MemoryOptions& options, int stage)
       : part(stage_model(model, layout, stage)),
         flats(flats_of_stage(model, layout, stage)),
         units(step_units(part, flats)) {
-    const auto described = describe(model.spec);
-    for (const auto& unit : part.units) later.push_back(put_off(part, unit, described.unit(unit.name), layout.data.compute));
+    const auto described = describe(model.spec, model.tensor);
+    for (const auto& unit : part.units)
+      later.push_back(put_off(part, unit, described.unit(unit.name), layout.data.compute, options));
     differentiates = trains_before(model, layout, stage);
   }
 
@@ -112,7 +118,7 @@ class RowMemory {
       : model_(model), layout_(layout), options_(options), row_(layout.table.rows.at(static_cast<std::size_t>(rank))) {
     if (options.on_host) layout_.data.offload = Offload::none;
     for (const auto& action : row_)
-      if (action.kind == Kind::forward) stages_.try_emplace(action.stage, model, layout, action.stage);
+      if (action.kind == Kind::forward) stages_.try_emplace(action.stage, model, layout, options, action.stage);
     for (auto& [stage, costs] : stages_) {
       reductions_.try_emplace(stage, whole_, options.on_host ? &arrivals_ : nullptr, costs.flats, layout_.data);
       if (layout_.gathers_units && layout_.data.comes_and_goes()) add_window(stage, costs);

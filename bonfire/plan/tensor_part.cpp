@@ -240,6 +240,15 @@ class Exchanges {
 
 }  // namespace
 
+std::int64_t elements_between(const TensorPart& part, std::int64_t elements) {
+  return part.sequence ? (elements + part.ranks - 1) / part.ranks : elements;
+}
+
+std::int64_t handed_on(const ModelDescription& model, const UnitDescription& unit, std::int64_t tokens) {
+  const std::int64_t elements = unit.output_elements * tokens;
+  return unit.kind == UnitKind::head ? elements : elements_between(model.tensor, elements);
+}
+
 std::int64_t longest_logits(const ModelDescription& model, const UnitDescription& head) {
   const int ranks = model.tensor.ranks;
   return ranks == 1 ? head.output_elements : (model.spec.vocab + ranks - 1) / ranks;

@@ -31,6 +31,12 @@ constexpr int most_seconds = 1800;
 TEST(RandomRuns, NeedWhatWasPredicted) {
   const testing::Scratch scratch;
   scratch.write("a.toml", "[run]\ndevice = \"cpu\"\n");
+  std::string lines;
+  for (std::size_t line = 0; line < 2000; ++line)
+    lines += fmt::format("{{\"text\": \"{}\"}}\n", std::string(line * 37 % 300 + 1, static_cast<char>('a' + line % 7)));
+  scratch.write("lines.jsonl", lines);
+  ASSERT_EQ(scratch.bonfire(fmt::format("tokens lines.jsonl -o {} --format megatron", testing::RandomRun::documents)).code,
+            0);
   const auto runs = from_environment("BONFIRE_MEMORY_RUNS", 2);
   const auto first = from_environment("BONFIRE_MEMORY_SEED", 111);
   int within = 0;
@@ -119,6 +125,38 @@ INSTANTIATE_TEST_SUITE_P(
         Run{"reversible_with_split_backward", llama,
             "--set model.reversible=true --set layout.pipeline=2 --set layout.schedule=zb-h1 --set train.microbatch=2"},
         Run{"reversible_adapters", llama, "--set model.reversible=true --set adapter.rank=8"},
+        Run{"recomputed_split_layers", gpt2,
+            "--set layout.tensor=2 --set layout.recompute=full --set train.microbatch=16 --set data.sequence=64"},
+        Run{"recomputed_split_layers_of_four", llama,
+            "--set layout.tensor=4 --set layout.recompute=full --set train.microbatch=16 --set data.sequence=64"},
+        Run{"recomputed_layers_without_the_sequence", llama,
+            "--set layout.tensor=2 --set layout.recompute=full --set layout.sequence_parallel=false"},
+        Run{"split_layers_recomputed_in_part_of_four", gpt2,
+            "--set layout.tensor=4 --set layout.recompute=selective --set train.microbatch=16 --set data.sequence=64"},
+        Run{"split_layers_keep_all", gpt2,
+            "--set layout.tensor=2 --set train.keep_for_backward=all --set train.microbatch=16 --set data.sequence=64"},
+        Run{"stages_of_split_layers", gpt2,
+            "--set layout.pipeline=2 --set layout.tensor=2 --set train.microbatch=4 --set data.sequence=64"},
+        Run{"recomputed_stages_of_split_layers", llama,
+            "--set layout.pipeline=2 --set layout.tensor=2 --set layout.recompute=full --set train.microbatch=4 --set "
+            "data.sequence=64"},
+        Run{"split_backward_of_split_layers", llama,
+            "--set layout.pipeline=2 --set layout.tensor=2 --set layout.schedule=zb-h1 --set train.microbatch=4 --set "
+            "data.sequence=64"},
+        Run{"split_backward_of_split_layers_without_the_sequence", gpt2,
+            "--set layout.pipeline=2 --set layout.tensor=2 --set layout.schedule=zb-h1 --set train.microbatch=4 --set "
+            "data.sequence=64 --set layout.sequence_parallel=false"},
+        Run{"split_backward_of_many_layers", gpt2,
+            "--set layout.pipeline=2 --set layout.schedule=zb-h1 --set train.microbatch=4 --set data.sequence=64 --set "
+            "model.layers=12"},
+        Run{"recomputed_adapters_of_shared_samples", gpt2,
+            "--set layout.context=2 --set adapter.rank=8 --set layout.recompute=full --set train.microbatch=16 --set "
+            "data.sequence=128 --set model.layers=3 --set model.heads=8"},
+        Run{"stages_of_shared_samples", llama,
+            "--set layout.pipeline=2 --set layout.context=2 --set train.microbatch=4 --set data.sequence=64"},
+        Run{"split_backward_of_shared_samples", gpt2,
+            "--set layout.pipeline=2 --set layout.context=2 --set layout.schedule=zb-h1 --set train.microbatch=4 --set "
+            "data.sequence=64"},
         Run{"without_momentum", gpt2,
             "--set train.microbatch=1 --set data.sequence=8 --set optimizer.type=sgd --set optimizer.momentum=0"}),
     [](const auto& info) { return std::string(info.param.name); });

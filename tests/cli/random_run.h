@@ -15,9 +15,13 @@
 namespace bonfire::testing {
 
 // A configuration of `bonfire bench step` that is allowed, drawn from one number: models of every type, one, two or four
-// ranks, and whatever of the rest decides about memory. As overrides of a file that says nothing.
+// ranks, or eight where some of them split layers or share samples, and whatever of the rest decides about memory. As
+// overrides of a file that says nothing.
 class RandomRun {
  public:
+  // Where there must be documents, in Megatron's format, of tokens below 256.
+  static constexpr const char* documents = "documents.bin";
+
   explicit RandomRun(std::uint64_t seed) : random_(Random(seed).fork("run")) {
     draw_ranks();
     draw_model();
@@ -25,6 +29,7 @@ class RandomRun {
     draw_sharding();
     draw_frozen();
     draw_recomputed();
+    draw_kind_of_layers();
   }
 
   int ranks() const { return ranks_; }
@@ -48,6 +53,11 @@ class RandomRun {
   template <class T>
   void set(const char* key, const T& value) {
     words_.push_back(fmt::format("{}={}", key, value));
+  }
+
+  // Of a key that may have been set twice, the last counts.
+  void drop(const std::string& key) {
+    std::erase_if(words_, [&](const auto& word) { return word.starts_with(key + "="); });
   }
 
   void draw_ranks() {
@@ -75,15 +85,18 @@ class RandomRun {
       tokens_ = 1;
       return;
     }
-    set("model.vocab", pick({200, 1024, 4096, 8000}));
+    vocab_ = pick({200, 1024, 4096, 8000});
+    set("model.vocab", vocab_);
     tied_ = chance(30);
     set("model.tied", tied_);
     tokens_ = pick({16, 48, 64, 128});
     set("data.sequence", tokens_);
     if (type_ == "mlp") return;
-    const std::int64_t heads = pick({2, 4, 8});
-    set("model.heads", heads);
-    if (type_ == "llama") set("model.kv_heads", pick({heads, heads / 2, std::int64_t{1}}));
+    heads_ = kv_heads_ = pick({2, 4, 8});
+    set("model.heads", heads_);
+    if (type_ != "llama") return;
+    kv_heads_ = pick({heads_, heads_ / 2, std::int64_t{1}});
+    set("model.kv_heads", kv_heads_);
   }
 
   void draw_vgg() {
@@ -190,16 +203,73 @@ class RandomRun {
     const auto recomputed = random_.fork("recompute");
     if (recomputed.below(0, 10) >= 4) return;
     const bool full = type_ == "vgg" || recomputed.below(1, 2) == 0;
-    set("layout.recompute", full ? "full" : "selective");
+    recompute_ = full ? "full" : "selective";
+    set("layout.recompute", recompute_);
     if (full) set("train.keep_for_backward", "least");
     if (recomputed.below(2, 10) < 4) set("layout.recompute_every", 2 + recomputed.below(3, 2));
   }
 
+  // What splits layers and samples, and what the layers are. Drawn apart, too.
+  void draw_kind_of_layers() {
+    const auto drawn = random_.fork("kind_of_layers");
+    const bool attends = type_ == "llama" || type_ == "gpt2";
+    const bool splits = attends && drawn.below(0, 10) < 4, shares = attends && drawn.below(1, 10) < 3;
+    if (splits) draw_split_layers(drawn);
+    if (shares) draw_shared_samples(drawn);
+    const bool separate = attends && vocab_ > 256 && drawn.below(2, 10) < 2;
+    if (separate) {
+      set("data.type", "tokens");
+      set("data.paths", fmt::format("[\"{}\"]", documents));
+      set("data.documents", "separate");
+    }
+    if ((shares || separate) && recompute_ == "selective") recompute_in_full();
+    if (splits || drawn.below(3, 10) >= 4) return;
+    if (attends && !shares && drawn.below(4, 2) == 0) {
+      set("model.reversible", true);
+      set("train.keep_for_backward", "least");
+      drop("layout.recompute");
+      drop("layout.recompute_every");
+      return;
+    }
+    // Everything else is frozen already.
+    set("adapter.rank", 2 + 6 * drawn.below(5, 2));
+    drop("train.freeze");
+    if (type_ == "llama" && drawn.below(6, 2) == 0)
+      set("adapter.match", std::array{R"(["q_proj", "v_proj"])", R"(["*_proj", "lm_head"])",
+                                      R"(["o_proj", "up_proj"])"}[drawn.below(7, tied_ ? 1 : 3)]);
+    if (recompute_ == "selective") recompute_in_full();
+  }
+
+  void draw_split_layers(const Random& drawn) {
+    const int tensor = ranks_ == 1 && heads_ % 4 == 0 && drawn.below(10, 3) == 0 ? 4 : 2;
+    if (ranks_ * tensor > most_ranks) return;
+    ranks_ *= tensor;
+    tensor_ = tensor;
+    set("layout.tensor", tensor);
+    set("layout.sequence_parallel", drawn.below(11, 3) > 0);
+    if (drawn.below(12, 3) == 0) set("layout.tensor_chunks", 2 + drawn.below(13, 2));
+  }
+
+  void draw_shared_samples(const Random& drawn) {
+    if (2 * ranks_ > most_ranks) return;
+    ranks_ *= 2;
+    set("layout.context", 2);
+    const bool divides = heads_ % (2 * tensor_) == 0 && kv_heads_ % (2 * tensor_) == 0;
+    if (divides && drawn.below(20, 2) == 0) set("layout.context_attention", "heads");
+  }
+
+  void recompute_in_full() {
+    set("layout.recompute", "full");
+    set("train.keep_for_backward", "least");
+  }
+
+  static constexpr int most_ranks = 8;
+
   Random random_;
   std::uint64_t next_ = 0;
-  int ranks_ = 1, pipeline_ = 1, shard_ = 1;
-  std::string type_, schedule_;
-  std::int64_t layers_ = 0, tokens_ = 1;
+  int ranks_ = 1, pipeline_ = 1, shard_ = 1, tensor_ = 1;
+  std::string type_, schedule_, recompute_ = "none";
+  std::int64_t layers_ = 0, tokens_ = 1, vocab_ = 0, heads_ = 0, kv_heads_ = 0;
   bool tied_ = false;
   std::vector<std::string> words_;
 };
