@@ -18,7 +18,7 @@ using testing::Scratch;
 
 constexpr const char* tiny =
     "[run]\nname = \"tiny\"\ndevice = \"cpu\"\n[model]\ntype = \"llama\"\ndim = 16\nlayers = 1\nheads = 4\nkv_heads = 2\n"
-    "ffn = 32\nvocab = 37\n[data]\nsequence = 8\n[train]\nsteps = 6\nbatch = 12\n[optimizer]\ndecay = \"constant\"\nwarmup "
+    "ffn = 32\nvocab = 37\n[data]\nsequence = 8\n[train]\nsteps = 10\nbatch = 12\n[optimizer]\ndecay = \"constant\"\nwarmup "
     "= 1\n[checkpoint]\nevery = 2\n";
 
 std::vector<double> losses(const Scratch& scratch, const std::string& folder) {
@@ -38,11 +38,15 @@ TEST(TensorCommand, ARunGoesOnWithOtherSplits) {
   train("--ranks 1 --set run.name=whole");
   train("--ranks 4 --set layout.tensor=2 --set layout.shard=2 --set train.steps=2");
   train("--ranks 4 --set layout.tensor=4 --set train.steps=4 --resume latest");
-  train("--ranks 2 --set layout.replicate=2 --resume latest");
+  train("--ranks 2 --set layout.replicate=2 --set train.steps=6 --resume latest");
+  train(
+      "--ranks 4 --set layout.pipeline=2 --set layout.tensor=2 --set train.microbatch=3 --set train.steps=8 --resume "
+      "latest");
+  train("--ranks 4 --set layout.context=2 --set layout.tensor=2 --resume latest");
   const auto whole = losses(scratch, "runs/whole"), parts = losses(scratch, "runs/tiny");
-  ASSERT_EQ(whole.size(), 6u);
-  ASSERT_EQ(parts.size(), 6u);
-  for (std::size_t step = 0; step < 6; ++step) EXPECT_NEAR(parts[step], whole[step], 1e-5 * whole[step]) << step;
+  ASSERT_EQ(whole.size(), 10u);
+  ASSERT_EQ(parts.size(), 10u);
+  for (std::size_t step = 0; step < 10; ++step) EXPECT_NEAR(parts[step], whole[step], 1e-5 * whole[step]) << step;
 }
 
 // A part needs what was predicted, and less than the whole.

@@ -150,7 +150,7 @@ TEST(Examples, WhatIsFrozenHasNoOptimizerState) {
 
 INSTANTIATE_TEST_SUITE_P(All, Example,
                          ::testing::Values("big_model", "data_parallel", "fine_tune", "fully_sharded", "pipeline",
-                                           "plain_torch_optimizer", "torch_data"));
+                                           "plain_torch_optimizer", "split_layers", "torch_data"));
 
 }  // namespace
 }  // namespace bonfire::examples_test

@@ -6,6 +6,9 @@
 #include <string>
 #include <vector>
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include "bonfire/checkpoint/base_weights.h"
 #include "bonfire/checkpoint/compare.h"
 #include "bonfire/checkpoint/load.h"
@@ -24,6 +27,7 @@
 #include "tests/support/small_net.h"
 #include "tests/support/thrown.h"
 #include "tests/train/loop_fixture.h"
+#include "tests/train/step_collectives.h"
 
 namespace bonfire::adapter_runs_test {
 namespace {
@@ -92,6 +96,76 @@ TEST_F(AdapterRuns, HaveTheCurveOfOneRankOnEveryLayout) {
       expect_curve(run(model, ranks, more), expected, std::string(model) + " " + layout.front());
     }
   }
+}
+
+// Samples that ranks share, blocks that run again, and two bytes. The weights below are those that any run begins with.
+TEST_F(AdapterRuns, HaveTheCurveOfOneRankWithOtherKindsOfLayers) {
+  for (const char* model : {"llama", "gpt2"}) {
+    const Overrides what{"adapter.rank=3", "checkpoint.every=0", "data.sequence=8"};
+    const auto expected = run(model, 1, what);
+    for (const auto& [ranks, layout] : std::vector<std::pair<int, Overrides>>{
+             {2, {"layout.context=2"}},
+             {2, {"layout.context=2", "layout.context_attention=heads"}},
+             {4, {"layout.context=2", "layout.shard=2", "layout.recompute=full"}},
+             {4, {"layout.context=2", "layout.pipeline=2", "train.microbatch=12"}},
+             {2, {"layout.shard=2", "layout.recompute=full", "train.microbatch=6"}},
+             {2, {"layout.pipeline=2", "layout.recompute=full", "train.microbatch=12"}}}) {
+      Overrides more = what;
+      more.insert(more.end(), layout.begin(), layout.end());
+      expect_curve(run(model, ranks, more), expected, fmt::format("{} {}", model, fmt::join(layout, " ")));
+    }
+    // What runs again drops the same.
+    for (const char* precision : {"fp32", "bf16"}) {
+      Overrides dropping = what;
+      dropping.insert(dropping.end(),
+                      {"adapter.dropout=0.2", std::string("train.precision=") + precision, "layout.shard=2"});
+      const auto plain = run(model, 2, dropping);
+      EXPECT_LT(plain.losses().back(), plain.losses().front());
+      dropping.push_back("layout.recompute=full");
+      const auto again = run(model, 2, dropping);
+      EXPECT_EQ(plain.error + again.error, "");
+      EXPECT_EQ(again.losses(), plain.losses()) << model << " " << precision;
+    }
+  }
+}
+
+// Law 2.
+TEST_F(AdapterRuns, StepsHaveExactlyTheCollectivesOfThePlan) {
+  for (const char* model : {"llama", "gpt2"})
+    for (const Overrides& layout :
+         {Overrides{"layout.shard=4"},
+          {"layout.shard=2", "layout.replicate=2", "layout.recompute=full", "train.precision=bf16"},
+          {"layout.shard=2", "layout.context=2", "train.microbatch=12"},
+          {"layout.context=4", "layout.recompute=full"},
+          {"layout.pipeline=2", "layout.shard=2", "train.microbatch=6"},
+          {"layout.pipeline=2", "layout.context=2", "layout.schedule=zb-h1", "train.microbatch=12"}}) {
+      SCOPED_TRACE(fmt::format("{} {}", model, fmt::join(layout, " ")));
+      Overrides all = layout;
+      all.insert(all.end(), {"adapter.rank=3", "checkpoint.every=0", "data.sequence=8"});
+      all.insert(all.end(), testing::traced_step.begin(), testing::traced_step.end());
+      const auto outcome = run(model, 4, all);
+      ASSERT_EQ(outcome.error, "");
+      testing::expect_collectives_of_plan(outcome.folder, 4);
+    }
+}
+
+TEST_F(AdapterRuns, GoOnAsStages) {
+  const auto weights = base("llama");
+  const auto with = [&](int steps, const Overrides& more) {
+    Overrides all = over(weights, {"optimizer.decay=constant", "run.device=cpu", fmt::format("train.steps={}", steps)});
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  };
+  const auto unbroken = run("llama", 1, with(6, {})), part = run("llama", 2, with(3, {"layout.shard=2"}));
+  Config config = parse_config(models.at("llama") + common, "a.toml", with(6, {"layout.pipeline=2", "train.microbatch=12"}));
+  resolve(config, 2);
+  testing::run_ranks(2, [&](World& world) { train(world, config, {.folder = part.folder, .resume = true}); });
+  std::ifstream in(part.folder / "metrics.jsonl");
+  std::vector<double> losses;
+  for (std::string line; std::getline(in, line);) losses.push_back(nlohmann::json::parse(line).at("loss"));
+  ASSERT_EQ(losses.size(), 6u);
+  for (std::size_t step = 0; step < 6; ++step)
+    EXPECT_NEAR(losses[step], unbroken.losses().at(step), 1e-5 * losses[step]) << step;
 }
 
 // Nothing of a frozen weight is anywhere but the weight itself; what is predicted is what there is.

@@ -1,11 +1,10 @@
 // layout.recompute through the real loop: the same bits whatever the layout, and the collectives of the plan.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include <fmt/ranges.h>
 
-#include "bonfire/plan/layout.h"
-#include "bonfire/train/predict.h"
-#include "bonfire/train/selection.h"
 #include "tests/support/thrown.h"
 #include "tests/train/loop_fixture.h"
 #include "tests/train/step_collectives.h"
@@ -99,22 +98,29 @@ TEST_F(Recompute, SplitLayersHaveTheSameBits) {
 
 // Law 2.
 TEST_F(Recompute, StepsHaveExactlyTheCollectivesOfThePlan) {
+  struct Layout {
+    int ranks;
+    Overrides overrides;
+  };
   for (const char* model : {"llama", "gpt2"})
-    for (const Overrides& layout : {Overrides{"layout.shard=4"},
-                                    {"layout.tensor=2", "layout.replicate=2"},
-                                    {"layout.tensor=2", "layout.shard=2"},
-                                    {"layout.tensor=4", "layout.sequence_parallel=false"},
-                                    {"layout.tensor=2", "layout.shard=2", "train.freeze=[\"blocks.0\"]"}})
+    for (const auto& [ranks, layout] :
+         {Layout{4, {"layout.shard=4", "train.microbatch=12"}},
+          Layout{4, {"layout.tensor=2", "layout.replicate=2", "train.microbatch=12"}},
+          Layout{4, {"layout.tensor=2", "layout.shard=2", "train.microbatch=12"}},
+          Layout{4, {"layout.tensor=4", "layout.sequence_parallel=false", "train.microbatch=12"}},
+          Layout{4, {"layout.tensor=2", "layout.shard=2", "train.freeze=[\"blocks.0\"]", "train.microbatch=12"}},
+          Layout{4, {"layout.pipeline=2", "layout.shard=2", "train.microbatch=6"}},
+          Layout{8, {"layout.pipeline=2", "layout.shard=2", "layout.tensor=2", "train.microbatch=6"}},
+          Layout{8,
+                 {"layout.pipeline=2", "layout.shard=2", "layout.tensor=2", "layout.sequence_parallel=false",
+                  "layout.schedule=zb-h1", "train.microbatch=6"}}})
       for (const char* how : {"full", "selective"}) {
-        const Overrides all = layout + Overrides{std::string("layout.recompute=") + how, "model.heads=4",
-                                                 "train.microbatch=12", "train.trace_from=3", "train.trace_steps=1"};
-        const auto outcome = run(model, 4, all);
+        SCOPED_TRACE(fmt::format("{} {} {}", model, fmt::join(layout, " "), how));
+        const auto outcome =
+            run(model, ranks,
+                layout + testing::traced_step + Overrides{std::string("layout.recompute=") + how, "model.heads=4"});
         ASSERT_EQ(outcome.error, "");
-        Config config = parse_config(models.at(model) + common, "a.toml", all);
-        resolve(config, 4);
-        EXPECT_EQ(testing::traced_collectives(outcome.folder),
-                  testing::planned_collectives(wrapped_model_of(config), data_parallel_of(config)))
-            << model << " " << fmt::format("{}", fmt::join(all, " "));
+        testing::expect_collectives_of_plan(outcome.folder, ranks);
       }
 }
 
@@ -140,10 +146,14 @@ TEST_F(Recompute, TheMemoryIsWhatWasPredicted) {
 }
 
 TEST_F(Recompute, WhatCannotBeIsRefused) {
-  const auto refusal = [](const std::string& model, const Overrides& overrides) {
+  const auto refusal = [](const std::string& model, const Overrides& overrides, int ranks = 1) {
     return testing::thrown<ConfigError>([&] {
-      auto config = parse_config(models.at(model) + common, "a.toml", overrides);
-      resolve(config, 1);
+      // [data] has no `branching` beside files.
+      std::string sections = models.at(model);
+      const bool files = std::find(overrides.begin(), overrides.end(), "data.type=tokens") != overrides.end();
+      if (const auto at = sections.find("branching"); files) sections.erase(at, sections.find('\n', at) - at);
+      auto config = parse_config(sections + common, "a.toml", overrides);
+      resolve(config, ranks);
     });
   };
   EXPECT_EQ(refusal("llama", {"layout.recompute=full", "train.keep_for_backward=activations"}),
@@ -159,6 +169,22 @@ TEST_F(Recompute, WhatCannotBeIsRefused) {
   testing::expect_part(refusal("llama", {"layout.recompute_every=2"}), "has no meaning with layout.recompute = \"none\"");
   testing::expect_part(refusal("llama", {"layout.recompute=full", "layout.recompute_every=0"}),
                        "layout.recompute_every = 0");
+  testing::expect_part(refusal("llama", {"layout.recompute=selective", "adapter.rank=2", "checkpoint.every=0"}),
+                       "layout.recompute = \"selective\": adapters keep what goes into the activation (adapter.rank = 2); "
+                       "allowed with them: none | full");
+  testing::expect_part(refusal("llama", {"layout.recompute=selective", "layout.context=2", "data.sequence=8"}, 2),
+                       "attention over parts of a sample (layout.context, data.documents) does not make q, k and v again");
+  testing::expect_part(refusal("llama", {"layout.recompute=selective", "data.documents=separate", "data.type=tokens",
+                                         "data.paths=[\"a.bin\"]", "data.end_of_document=1"}),
+                       "attention over parts of a sample (layout.context, data.documents) does not make q, k and v again");
+  testing::expect_part(
+      refusal("llama",
+              {"layout.recompute=full", "layout.recompute_offload=true", "layout.pipeline=2", "train.microbatch=24"}, 2),
+      "layout.recompute_offload = true: the host memory of a pipeline's microbatches is not predicted (layout.pipeline = "
+      "2)");
+  for (const char* how : {"full", "selective"})
+    testing::expect_part(refusal("llama", {std::string("layout.recompute=") + how, "model.reversible=true"}),
+                         "the blocks keep nothing for backward already (model.reversible = true); allowed with it: none");
 }
 
 }  // namespace
