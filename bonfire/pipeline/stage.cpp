@@ -143,6 +143,7 @@ Tensors Stage::probe(const Probe& how, Tensors values, const Microbatch& microba
     const at::AutoGradMode differentiate(true);
     const auto leaves = as_leaves(std::move(values), differentiable_in_);
     outputs = run(leaves, microbatch);
+    driver_.end_computation();
     outgoing_ = {{probed_, crossing_of(outputs, microbatch.samples())}};
     differentiable_out_ = differentiable(outgoing_.at(probed_));
     announced_in_ = announced_out_ = {probed_};
@@ -167,6 +168,7 @@ Tensors Stage::forward(int number, Tensors values, const Microbatch& microbatch)
   const at::AutoGradMode differentiate(true);
   const auto leaves = as_leaves(std::move(values), differentiable_in_);
   auto outputs = run(leaves, microbatch);
+  driver_.end_computation();
   check_outgoing(number, outputs, microbatch);
   const bool fresh =
       activations_

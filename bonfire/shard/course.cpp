@@ -49,6 +49,7 @@ Course CourseNotes::course() const {
         open[note.unit] = -1;
         in_forward[note.unit] = note.what == What::released_in_forward;
         break;
+      case What::computation_ended: course.ends.push_back(course.entries.size()); break;
     }
   }
   return course;

@@ -19,6 +19,7 @@ struct Course {
     bool operator==(const Entry&) const = default;
   };
   std::vector<Entry> entries;
+  std::vector<std::size_t> ends;  // of each computation that ended within the pass: how many entries come before
 };
 
 // Writes down what a pass without a course did.
@@ -28,12 +29,14 @@ class BONFIRE_API CourseNotes {
   void used(std::size_t unit);
   // `forward`: backward has yet to come.
   void released(std::size_t unit, bool forward);
+  // One computation of several in the pass has ended.
+  void computation_ended() { notes_.push_back({What::computation_ended, 0, 0}); }
 
   // The course that does the same with fewer gathers: a Unit that is needed again before any other is gathered stays.
   Course course() const;
 
  private:
-  enum class What { gathered, used, released, released_in_forward };
+  enum class What { gathered, used, released, released_in_forward, computation_ended };
   struct Note {
     What what;
     std::size_t unit;

@@ -11,6 +11,7 @@ void Reducer::begin(Flats& flats, bool last, bool in_company) {
   flats_ = &flats;
   last_ = last;
   in_company_ = in_company || options_.in_company;
+  must_wait_ = in_company || (options_.in_company && memory_->engines > 1);
   patient_ = true;
   launched_.assign(flats.size(), false);
 }
@@ -30,7 +31,7 @@ void Reducer::make_room() {
 // Others may need something of this rank before they can reduce what it waits for: where ranks run Units in different
 // orders, to wait for each other without end is what must not be.
 bool Reducer::front_will_land() {
-  if (in_company_) return true;
+  if (must_wait_) return true;
   if (options_.must_go_on && options_.must_go_on()) patient_ = false;
   // There it is the stream that would wait, and with it all that the others need of this rank.
   if (!pool_.device().is_cpu()) return patient_;

@@ -89,6 +89,7 @@ class Reducer {
   ReducerOptions options_;
   Flats* flats_ = nullptr;
   bool last_ = true, patient_ = true, in_company_ = false;
+  bool must_wait_ = false;  // somebody is really there
   std::vector<char> launched_;
   std::deque<Flight> flights_;
 };

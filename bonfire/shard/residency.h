@@ -71,6 +71,9 @@ class Residency final : public EngineHook, public std::enable_shared_from_this<R
   void begin_backward(bool retain_graph);
   // The backward that ran has ended, but the pass has not: others will come.
   void end_backward();
+  // So has a forward, or a backward, of several in the pass: takes part in what other ranks gather in it, because what this
+  // one does next may wait for them elsewhere. Collective among ranks that do the same computations.
+  void end_computation();
   // Whether a backward through a Unit with these parameters can still come.
   bool expects_backward(const FlatParameter& flat) const;
   // This rank has no more use for these parameters in this pass. Others may have, and need its part of their gathers before
@@ -151,8 +154,9 @@ class Residency final : public EngineHook, public std::enable_shared_from_this<R
   Pass pass_ = Pass::none;
   const Course* course_ = nullptr;
   bool negotiating_ = false, disagreed_ = false, differ_ = false, retain_graph_ = false;
-  std::ptrdiff_t current_ = -1;  // the last entry whose use has begun
-  std::size_t next_ = 0;         // the first entry that was not issued
+  std::ptrdiff_t current_ = -1;   // the last entry whose use has begun
+  std::size_t next_ = 0;          // the first entry that was not issued
+  std::size_t computations_ = 0;  // that have ended
   CourseNotes notes_;
   int depth_ = 0;
   std::vector<std::shared_ptr<Use>> forwards_;  // that have begun and not ended

@@ -59,6 +59,14 @@ void ScheduleDriver::training_changed() {
   if (units_gather()) hooks_->residency()->forget_courses();
 }
 
+bool ScheduleDriver::meet() { return units_gather() && hooks_->residency()->meet(); }
+
+bool ScheduleDriver::ranks_differ() const { return units_gather() && hooks_->residency()->ranks_differ(); }
+
+void ScheduleDriver::before_update() {
+  if (units_gather()) hooks_->residency()->before_update();
+}
+
 void ScheduleDriver::abandon() {
   if (units_gather()) hooks_->residency()->abandon_pass();
 }
@@ -90,12 +98,27 @@ void ScheduleDriver::await_parameters() {
   if (!units_gather()) flats_.await();
 }
 
+// Ranks may run the Units of a stage in different orders, or leave out some. Where one of them goes on to wait for a
+// message, nobody may need its part of a gather any more.
+void ScheduleDriver::end_computation() {
+  if (units_gather()) hooks_->residency()->end_computation();
+}
+
 void ScheduleDriver::reshard() { units_gather() ? hooks_->residency()->abandon_pass() : flats_.reshard(); }
 
-void ScheduleDriver::begin_gradients(const BackwardKind& how) { flats_.begin_gradients(how); }
+void ScheduleDriver::begin_gradients(const BackwardKind& how) {
+  flats_.begin_gradients(how);
+  if (!units_gather() || !how.reduces) return;
+  // Units that no forward has used are ready: others may be waiting for them.
+  for (std::size_t at = 0; at < flats_.flats().size(); ++at)
+    if (!hooks_->residency()->expects_backward(*flats_.flats()[at])) flats_.expect_none(at);
+  flats_.reduce_ready();
+}
 
 void ScheduleDriver::end_gradients() {
   if (units_gather()) hooks_->residency()->end_backward();
+  // Before anything of this rank waits for reductions of others.
+  end_computation();
   flats_.end_gradients();
 }
 

@@ -41,6 +41,8 @@ class BONFIRE_API ScheduleDriver final : public Driver {
   std::int64_t present_generation() const;
   // Stream: the current one waits until they are there.
   void await_parameters();
+  // A forward has ended whose backward is to come. Collective.
+  void end_computation();
   void reshard();
   // Between the two, gradients that autograd accumulates are added to those of the step. With `reduces`, all that is to be
   // reduced is on its way at the end. Collective then.
@@ -55,6 +57,9 @@ class BONFIRE_API ScheduleDriver final : public Driver {
 
   void laid_out() override;
   void training_changed() override;
+  bool meet() override;
+  bool ranks_differ() const override;
+  void before_update() override;
   void abandon() override;
 
  private:

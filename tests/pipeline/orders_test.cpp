@@ -1,5 +1,7 @@
 // Stages whose parameters are registered in another order than backward finishes them: the order that the first step teaches
 // moves parameters between buffers, and their averaged gradients with them.
+#include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -8,8 +10,10 @@
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 #include <torch/nn/modules/linear.h>
 
+#include "bonfire/nn/unit.h"
 #include "bonfire/optim/optimizer.h"
 #include "bonfire/pipeline/pipeline.h"
 #include "bonfire/schedule/generate.h"
@@ -95,6 +99,107 @@ TEST(Orders, ThatDifferFromRegistrationChangeNoGradient) {
               << item.key() << (reversed ? ", opposite order, " : ", same order, ") << plan::name_of(what);
       });
   }
+}
+
+// Units side by side, run in any order.
+struct LeafImpl : torch::nn::Module {
+  explicit LeafImpl(int number) : linear(register_module("linear", torch::nn::Linear(width, width))) {
+    to(at::kDouble);
+    const at::NoGradGuard no_grad;
+    double shift = 5 * number;
+    for (auto& parameter : parameters()) parameter.copy_(numbers(parameter.sizes(), shift += 2));
+  }
+  at::Tensor forward(const at::Tensor& x) { return linear->forward(x).tanh(); }
+  torch::nn::Linear linear;
+};
+BONFIRE_UNIT(Leaf);
+
+constexpr int leaves = 8;
+using Order = std::vector<int>;
+
+struct FanImpl : torch::nn::Module {
+  explicit FanImpl(int unit) {
+    for (int at = 0; at < leaves; ++at) all.push_back(register_module(fmt::format("leaf{}", at), Leaf(leaves * unit + at)));
+  }
+  at::Tensor forward(const at::Tensor& x, const Order& order) {
+    auto sum = x;
+    for (const int at : order) sum = sum + all[static_cast<std::size_t>(at)]->forward(x);
+    return sum;
+  }
+  std::vector<Leaf> all;
+};
+BONFIRE_UNIT(Fan);
+
+// What a rank runs in a step.
+using OrderOf = std::function<Order(int step, int rank)>;
+
+Chain two_fans(const std::function<Order()>& order) {
+  Chain chain{.units = {"u0", "u1"}};
+  chain.build = [order](UnitRange range) {
+    Fan fan(range.begin);
+    return StageModule{fan.ptr(), [fan, order, last = range.end == 2](Tensors values, const Microbatch& microbatch) mutable {
+                         const auto out = fan->forward(values[0], order());
+                         return Tensors{last ? (out - microbatch.target[0]).pow(2).mean() : out};
+                       }};
+  };
+  return chain;
+}
+
+void expect_plain_training(const MeshShape& shape, const OrderOf& order_of) {
+  constexpr int steps = 4;
+  const int data_ranks = shape.replicate * shape.shard;
+  const std::vector<std::shared_ptr<FanImpl>> plain{std::make_shared<FanImpl>(0), std::make_shared<FanImpl>(1)};
+  for (int step = 0; step < steps; ++step) {
+    for (int rank = 0; rank < data_ranks; ++rank)
+      for (const auto& microbatch : batch_of(step, rank)) {
+        const auto order = order_of(step, rank);
+        const auto out = plain[1]->forward(plain[0]->forward(microbatch.input[0], order), order);
+        ((out - microbatch.target[0]).pow(2).mean() / (2 * data_ranks)).backward();
+      }
+    const at::NoGradGuard no_grad;
+    for (auto& unit : plain)
+      for (auto& parameter : unit->parameters()) {
+        if (parameter.grad().defined()) parameter.sub_(parameter.grad() * rate);
+        parameter.mutable_grad().reset();
+      }
+  }
+  run_ranks(4, [&](World& world) {
+    const Mesh mesh = world.mesh(shape);
+    const int rank = mesh.coordinate(Axis::data);
+    PipelineOptions options{.schedule = schedule::generate(
+                                "interleaved", {.ranks = shape.pipeline, .microbatches = 2, .chunks = 2 / shape.pipeline})};
+    options.shard = {.what = Sharded::parameters,
+                     .reshard_after_forward = true,
+                     .prefetch = 1,
+                     .patience = std::chrono::milliseconds(100),
+                     .log = Log::silent()};
+    int step = 0;
+    Pipeline pipeline(mesh, two_fans([&] { return order_of(step, rank); }), options);
+    Sgd sgd(pipeline, {.lr = rate});
+    for (; step < steps; ++step) {
+      pipeline.step(batch_of(step, rank));
+      sgd.step();
+    }
+    for (const int stage : pipeline.local_stages()) {
+      const auto whole = pipeline.engine(stage).full_parameters();
+      const auto expected = plain[static_cast<std::size_t>(stage)]->named_parameters();
+      for (const auto& item : pipeline.module(stage).named_parameters())
+        EXPECT_LT((item.value().detach() - expected[item.key()]).abs().max().item<double>(), 1e-13) << item.key();
+    }
+  });
+}
+
+Order upwards() { return {0, 1, 2, 3, 4, 5, 6, 7}; }
+Order downwards() { return {7, 6, 5, 4, 3, 2, 1, 0}; }
+
+// The ranks that share a stage may run the Units in it in different orders: that costs time, and nothing else.
+TEST(Orders, OfUnitsInAStageMayDifferBetweenRanks) {
+  const MeshShape shape{.pipeline = 2, .shard = 2};
+  expect_plain_training(shape, [](int, int rank) { return rank == 0 ? upwards() : downwards(); });
+  // Only when there is an order to follow.
+  expect_plain_training(shape, [](int step, int rank) { return step == 0 || rank == 0 ? upwards() : downwards(); });
+  // One of them leaves out some.
+  expect_plain_training(shape, [](int step, int rank) { return step == 0 || rank == 0 ? upwards() : Order{6, 2, 3}; });
 }
 
 }  // namespace

@@ -86,5 +86,19 @@ TEST(Course, EveryUseHasItsGather) {
   EXPECT_EQ(entries, (Entries{{.unit = 3, .uses = 3}, {.unit = 1, .uses = 1}}));
 }
 
+// A Unit that stays for the next computation is gathered in the one before.
+TEST(Course, KnowsWhereComputationsEnd) {
+  CourseNotes pass;
+  for (const auto unit : {std::size_t{0}, std::size_t{1}})
+    pass.gathered(unit), pass.used(unit), pass.released(unit, /*forward=*/true);
+  pass.computation_ended();
+  for (const auto unit : {std::size_t{1}, std::size_t{0}})
+    pass.gathered(unit), pass.used(unit), pass.released(unit, /*forward=*/false);
+  pass.computation_ended();
+  const auto course = pass.course();
+  EXPECT_EQ(course.entries.size(), 3u);
+  EXPECT_EQ(course.ends, (std::vector<std::size_t>{2, 3}));
+}
+
 }  // namespace
 }  // namespace bonfire::course_test
