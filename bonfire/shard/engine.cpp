@@ -34,8 +34,13 @@ Engine::State::~State() {
   const auto& parameters = flats.layout().parameters();
   const bool any = std::any_of(parameters.begin(), parameters.end(), [](const auto& one) { return one.trained; });
   const bool whole = flats.gradients() == Gradients::whole, partial = flats.gradients() == Gradients::partial;
-  if (!any || !(whole || partial) || settings.gradients_readable()) return;
-  if (std::uncaught_exceptions() == 0 && settings.groups.all.rank() == 0)
+  if (!any || !(partial || (whole && !settings.gradients_readable()))) return;
+  if (std::uncaught_exceptions() > 0 || settings.groups.all.rank() > 0) return;
+  if (settings.gradients_readable())
+    settings.options.log.warning(
+        "the gradients of the last Engine::accumulate were not used: call Engine::backward for the last microbatch of a "
+        "step");
+  else
     settings.options.log.warning("the gradients of the last Engine::{} were not used: with {} sharded, {}{}",
                                  whole ? "backward" : "accumulate", plan::name_of(settings.options.what),
                                  whole ? "" : "call Engine::backward for the last microbatch of a step, and ",

@@ -212,15 +212,19 @@ void FlatGroup::begin_gradients(const BackwardKind& how) {
           "for all microbatches but the last, and {}",
           plan::name_of(settings_.options.what), use_our_optimizers);
   const bool afresh = gradients_ == Gradients::spent || gradients_ == Gradients::lost;
+  const bool goes_on = gradients_ == Gradients::partial;
   gradients_ = Gradients::partial;
   for (auto& flat : flats())
     if (afresh) flat->set_share_written(false);
   for (auto& parameter : layout_.parameters()) {
     if (!parameter.trained) continue;
     if (afresh) parameter.tensor.mutable_grad().reset();
+    auto& flat = *flats()[parameter.flat];
+    if (goes_on && flat.keeps_whole_gradients() && flat.written(parameter.segment))
+      parameter.tensor.mutable_grad() = flat.gradient_view(parameter.segment);
     // Somebody else (an optimizer of torch's) may have dropped the gradient as well, where it was his to read.
-    const bool dropped = flats()[parameter.flat]->keeps_whole_gradients() && !parameter.tensor.grad().defined();
-    if (afresh || dropped) flats()[parameter.flat]->set_written(parameter.segment, false);
+    const bool dropped = !goes_on && flat.keeps_whole_gradients() && !parameter.tensor.grad().defined();
+    if (afresh || dropped) flat.set_written(parameter.segment, false);
   }
   backward_.begin(layout_, how);
   reducer_->begin(flats(), how.last, how.in_company);
@@ -291,8 +295,16 @@ void FlatGroup::reduce_after(FlatGroup* first) {
   if (first) first->behind_ = this;
 }
 
+// What is not averaged over the ranks yet is nobody's to read: an optimizer that knows nothing of ranks would make them
+// different.
+void FlatGroup::hide_gradients() {
+  for (auto& parameter : layout_.parameters())
+    if (parameter.trained) parameter.tensor.mutable_grad().reset();
+}
+
 void FlatGroup::end_gradients() {
   backward_.end();
+  if (!backward_.how().last) hide_gradients();
   if (!backward_.how().reduces) return;
   // Nothing comes any more, also for parameters that were not used.
   backward_.complete_all();

@@ -122,6 +122,7 @@ class FlatGroup {
   void leave_module();
   void lay_out(const std::vector<std::size_t>& order);
   void require_unwritten() const;
+  void hide_gradients();
   void arrive(std::size_t parameter, const at::Tensor& tensor);
   at::Tensor sink_buffer(LaidParameter& parameter, bool& fresh);
   void learn_order();

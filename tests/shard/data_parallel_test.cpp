@@ -5,6 +5,7 @@
 
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
 
 #include "bonfire/base/error.h"
 #include "bonfire/comm/recorder.h"
@@ -188,6 +189,41 @@ TEST(DataParallel, TorchOptimizersWorkToo) {
       if (world.rank() == 0) (plain ? theirs : ours) = model.first->weight.detach().clone();
     });
   EXPECT_LT(distance(ours, theirs), 1e-12);
+}
+
+// Gradients of some microbatches are each rank's own: an update with them would make the replicas different.
+template <class TorchOptimizer, class Options>
+void expect_updates_with_whole_steps_only(const Options& options) {
+  const auto loss_of = [](Plain& model, int number) { return model.forward(numbers({4, 6}, number)).pow(2).mean() / 2; };
+  Plain plain;
+  TorchOptimizer plainly(plain.parameters(), options);
+  for (int step = 0; step < steps; ++step) {
+    plainly.zero_grad();
+    for (int at = 0; at < 4; ++at) (loss_of(plain, 4 * step + at) / 2).backward();
+    plainly.step();
+  }
+  run_ranks(2, [&](World& world) {
+    Plain model;
+    Engine engine = shard(world.mesh({.replicate = 2}), model);
+    TorchOptimizer optimizer(model.parameters(), options);
+    for (int step = 0; step < steps; ++step) {
+      optimizer.zero_grad();
+      engine.accumulate(loss_of(model, 4 * step + world.rank()));
+      for (const auto& parameter : model.parameters()) EXPECT_FALSE(parameter.grad().defined());
+      optimizer.step();  // too early
+      engine.check_equal();
+      engine.backward(loss_of(model, 4 * step + 2 + world.rank()));
+      optimizer.step();
+      engine.check_equal();
+    }
+    EXPECT_LT(distance(model.first->weight.detach(), plain.first->weight.detach()), 1e-12);
+    EXPECT_LT(distance(model.last->weight.detach(), plain.last->weight.detach()), 1e-12);
+  });
+}
+
+TEST(DataParallel, TorchOptimizersFindNoGradientsOfAPartOfAStep) {
+  expect_updates_with_whole_steps_only<torch::optim::SGD>(torch::optim::SGDOptions(0.1));
+  expect_updates_with_whole_steps_only<torch::optim::AdamW>(torch::optim::AdamWOptions(0.05));
 }
 
 TEST(DataParallel, FreezingAndThawingBetweenSteps) {
