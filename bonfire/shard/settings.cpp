@@ -96,6 +96,16 @@ ShardSettings::ShardSettings(const DataGroups& on, ShardOptions asked, DrivenBy 
   if (driver == DrivenBy::schedule && options.reshard_after_forward.ranks > 0)
     fail_config("reshard_after_forward = {} in a pipeline; allowed: true (one Unit at a time) or false (whole stages)",
                 options.reshard_after_forward.ranks);
+  if (driver == DrivenBy::schedule && comes_and_goes() && !gathers_units()) {
+    if (options.backward_prefetch != BackwardPrefetch::before_reduction)
+      fail_config(
+          "backward_prefetch = after_reduction in a pipeline whose schedule says when whole stages are gathered; allowed: "
+          "before_reduction, or reshard_after_forward = true");
+    if (options.debug)
+      fail_config(
+          "debug = true in a pipeline whose schedule gathers and frees whole stages: all parameters of a stage are there "
+          "while its Units run, so nothing would be checked; allowed: false, or reshard_after_forward = true");
+  }
   if (const int to = options.reshard_after_forward.ranks; to < 0 || (to > 0 && factor % to != 0))
     fail_config("reshard_after_forward = {} with a sharding factor of {}; allowed: true, false, or a number that divides it",
                 to, factor);

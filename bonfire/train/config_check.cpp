@@ -398,6 +398,10 @@ void check_pipeline(const Config& config) {
     fail_key(config, "layout.reshard_after_forward",
              "the memory of weights that several stages hold (model.tied = true) is only predicted where whole stages are "
              "gathered; allowed: false, or model.tied = false");
+  if (config.run.debug_parameters && !gathers_units(config))
+    fail_key(config, "run.debug_parameters",
+             "all parameters of a stage are there while its Units run, so nothing would be checked; allowed with: "
+             "layout.reshard_after_forward = true and layout.sharded = parameters, or layout.pipeline = 1");
   if (layout.negotiate_order)
     fail_key(config, "layout.negotiate_order",
              "the schedule of the pipeline runs the Units in one order on all ranks, so there is nothing to agree on; "

@@ -73,9 +73,14 @@ void require_plain(const Config& config) {
                     "a list",
                     name));
   const std::pair<const char*, bool> unknown[] = {
-      {"layout.offload", layout.offload != "none"},       {"layout.compression", layout.compression != "none"},
-      {"layout.negotiate_order", layout.negotiate_order}, {"layout.wrap", layout.wrap != plain.wrap},
-      {"layout.wrap_types", !layout.wrap_types.empty()},  {"layout.ignore", !layout.ignore.empty()}};
+      {"layout.offload", layout.offload != "none"},
+      {"layout.compression", layout.compression != "none"},
+      {"layout.negotiate_order", layout.negotiate_order},
+      {"layout.wrap", layout.wrap != plain.wrap},
+      {"layout.wrap_types", !layout.wrap_types.empty()},
+      {"layout.ignore", !layout.ignore.empty()},
+      {"layout.backward_prefetch", layout.backward_prefetch != plain.backward_prefetch},
+      {"run.debug_parameters", config.run.debug_parameters}};
   for (const auto& [key, asked] : unknown)
     if (asked) fail_key(config, key, fmt::format("does not go with layout.schedule = \"{}\"; allowed: the default", name));
   if (config.train.precision == "fp16" || config.train.precision == "fp8")

@@ -174,11 +174,11 @@ class RandomRun {
     if (chance(20)) set("layout.negotiate_order", "true");
   }
 
-  // Drawn apart, too. Units of a stage gather themselves where no backward is split and no weight is tied over stages.
+  // Drawn apart, too. Units of a stage gather themselves where no backward is split.
   void draw_gathers_of_stages(const std::string& sharded) {
     const auto gathers = random_.fork("gathers_of_stages");
     if (sharded != "parameters" || gathers.below(0, 2) == 0) return;
-    const bool units = !schedule_.starts_with("zb-") && !tied_;
+    const bool units = !schedule_.starts_with("zb-");
     set("layout.reshard_after_forward", units);
     if (units && shard_ > 1 && gathers.below(1, 10) < 3) set("layout.backward_prefetch", "after");
   }

@@ -175,6 +175,9 @@ TEST(PipelineKeys, WhatCannotBeIsOneLineBeforeAnythingStarts) {
   EXPECT_EQ(with({"layout.backward_prefetch=after", "layout.reshard_after_forward=true", "model.tied=false"}), "");
   EXPECT_NE(with({"layout.reshard_after_forward=true", "model.tied=true"}).find("(model.tied = true) is only predicted"),
             std::string::npos);
+  EXPECT_NE(with({"run.debug_parameters=true"}).find("run.debug_parameters = true: all parameters of a stage are there"),
+            std::string::npos);
+  EXPECT_EQ(with({"run.debug_parameters=true", "layout.reshard_after_forward=true", "model.tied=false"}), "");
   EXPECT_NE(with({"layout.negotiate_order=true", "layout.reshard_after_forward=true", "model.tied=false"})
                 .find("nothing to agree on"),
             std::string::npos);
