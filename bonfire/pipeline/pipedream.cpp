@@ -20,6 +20,7 @@
 #include "bonfire/pipeline/microbatch_weights.h"
 #include "bonfire/pipeline/pipedream_row.h"
 #include "bonfire/pipeline/stage.h"
+#include "bonfire/pipeline/stage_wrappings.h"
 #include "bonfire/pipeline/tied.h"
 #include "bonfire/pipeline/weight_versions.h"
 #include "bonfire/schedule/lowering.h"
@@ -192,6 +193,8 @@ PipeDream::State::State(const Mesh& on, Chain given, PipeDreamOptions asked)
     built = chain.build(place.units);
     if (const auto parameters = built.module->parameters(); !parameters.empty()) device = parameters.front().device();
   });
+  options.shard.wrapping =
+      wrappings_of_stages(ranks(), {{number, built.module.get()}}, options.shard.wrapping, device).at(number);
   Chain untied = chain;
   untied.tied.clear();
   ties = std::make_unique<Ties>(mesh, untied, ranges, table);

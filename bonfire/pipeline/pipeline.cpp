@@ -17,6 +17,7 @@
 #include "bonfire/pipeline/links.h"
 #include "bonfire/pipeline/microbatch_weights.h"
 #include "bonfire/pipeline/stage.h"
+#include "bonfire/pipeline/stage_wrappings.h"
 #include "bonfire/pipeline/tied.h"
 #include "bonfire/plan/sharding.h"
 #include "bonfire/schedule/lowering.h"
@@ -102,12 +103,15 @@ schedule::Schedule pipeline_table(const Chain& chain, const PipelineOptions& opt
 
 namespace {
 
+// The ranks that average the gradients of one stage.
+DataRanks data_ranks_of(const MeshShape& shape) { return {shape.replicate * shape.context, shape.shard}; }
+
 schedule::Schedule table_for(const Mesh& mesh, const Chain& chain, const PipelineOptions& options) {
   const auto& shape = mesh.shape();
   if (options.schedule.ranks() != shape.pipeline)
     fail_config("schedule {} is for {} pipeline ranks; the mesh has {}", options.schedule_name, options.schedule.ranks(),
                 shape.pipeline);
-  return pipeline_table(chain, options, {shape.replicate, shape.shard});
+  return pipeline_table(chain, options, data_ranks_of(shape));
 }
 
 }  // namespace
@@ -154,7 +158,7 @@ Pipeline::State::State(const Mesh& on, Chain given, PipelineOptions asked)
       chain(std::move(given)),
       options(std::move(asked)),
       ranges(stages_of(chain, options)),
-      how(lowering(chain, options, {mesh.shape().replicate * mesh.shape().context, mesh.shape().shard})),
+      how(lowering(chain, options, data_ranks_of(mesh.shape()))),
       table(table_for(mesh, chain, options)),
       index(table),
       ties(mesh, chain, ranges, table) {
@@ -171,11 +175,13 @@ Pipeline::State::State(const Mesh& on, Chain given, PipelineOptions asked)
     modules.emplace(stage, module.module.get());
     built.emplace(stage, std::move(module));
   });
+  const auto wrappings = wrappings_of_stages(pipeline(), modules, options.shard.wrapping, device);
   ties.begin_equal(std::move(modules), device);
   std::map<int, Engine*> engines;
   const auto memory = std::make_shared<EngineMemory>(device);
   for_local_stages([&](int stage) {
     auto shard = options.shard;
+    shard.wrapping = wrappings.at(stage);
     shard.placement = [this, stage, given = shard.placement](const std::string& name, const at::Tensor& parameter) {
       return ties.placement(stage, name, given ? given(name, parameter) : plan::Placement{});
     };

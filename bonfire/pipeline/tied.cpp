@@ -26,11 +26,17 @@ struct Home {
   FlatParameter* flat = nullptr;
   std::size_t region = 0;
 };
-Home home_of(Engine& engine, const std::string& tie) {
+// Without a buffer where the weight is not trained with the others.
+Home find_home(Engine& engine, const std::string& tie) {
   for (auto& flat : engine.flats())
     for (std::size_t at = 0; at < flat->layout().regions.size(); ++at)
       if (flat->layout().regions[at].tie == tie) return {flat.get(), at};
-  fail("the tied weight {} is not among the parameters of its stage", tie);
+  return {};
+}
+Home home_of(Engine& engine, const std::string& tie) {
+  const auto home = find_home(engine, tie);
+  require(home.flat, "the tied weight {} is not among the parameters of its stage", tie);
+  return home;
 }
 
 bool same_tensor(const at::Tensor& one, const at::Tensor& other) {
@@ -233,7 +239,12 @@ void Ties::require_same_layout(const std::map<int, Engine*>& engines, at::Device
         for (std::size_t group = 0; group < groups_.size(); ++group) {
           if (!groups_[group].names.contains(stage)) continue;
           for (std::size_t weight = 0; weight < groups_[group].weights(); ++weight) {
-            const auto [flat, region] = home_of(*engines.at(stage), tie_of(group, weight));
+            const auto [flat, region] = find_home(*engines.at(stage), tie_of(group, weight));
+            if (!flat)
+              fail_config(
+                  "'{}' of stage {} is ignored, and tied to weights of other stages: nobody would keep them equal; allowed: "
+                  "one of the two",
+                  groups_[group].of(stage)[weight], stage);
             const auto& kind = flat->layout().regions[region];
             lines.push_back(fmt::format("{} of {}", kind.elements, plan::name_of(kind.compute)));
           }

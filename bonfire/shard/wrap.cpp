@@ -2,19 +2,17 @@
 
 #include <algorithm>
 #include <map>
-#include <set>
 #include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
-#include <fmt/ranges.h>
 #include <torch/nn/module.h>
 
 #include "bonfire/base/error.h"
-#include "bonfire/base/toml.h"
 #include "bonfire/nn/sequential.h"
 #include "bonfire/nn/unit.h"
+#include "bonfire/shard/wrapping_names.h"
 
 namespace bonfire {
 namespace {
@@ -32,8 +30,7 @@ class Survey {
     units_.push_back({"", unit_of(root), 0});
     if (units_[0].seam) unit_index_[units_[0].seam] = 0;
     visit(root, {.path = "", .units = {0}});
-    require_known_paths();
-    require_known_types();
+    require_known_names(wrapping, names_of(root), "this module");
   }
 
   std::vector<ModuleGroup> groups();
@@ -66,8 +63,6 @@ class Survey {
   bool wants(const Entry& unit) const;
   std::size_t owner(const Parameter& parameter) const;
   void drop_small_units();
-  void require_known_paths() const;
-  void require_known_types() const;
   void refuse_partial_overlap() const;
 
   const Wrapping& wrapping_;
@@ -80,7 +75,6 @@ class Survey {
   std::map<Memory, std::size_t> by_memory_;
   std::vector<ModuleBuffer> buffers_;
   std::unordered_set<const c10::TensorImpl*> seen_buffers_;
-  std::vector<std::string> module_paths_, parameter_paths_;
 };
 
 void Survey::visit(torch::nn::Module& module, const Place& place) {
@@ -97,7 +91,6 @@ void Survey::visit(torch::nn::Module& module, const Place& place) {
 }
 
 Survey::Place Survey::enter(torch::nn::Module& child, torch::nn::Module& parent, Place place) {
-  module_paths_.push_back(place.path);
   const bool named = contains(wrapping_.ignored_modules, place.path) || (wrapping_.ignored && wrapping_.ignored(place.path));
   if (UnitSeam* const seam = unit_of(child, parent)) {
     const auto [at, fresh] = unit_index_.try_emplace(seam, units_.size());
@@ -126,7 +119,6 @@ bool Survey::wants(const Entry& unit) const {
 }
 
 void Survey::meet(const std::string& name, const at::Tensor& tensor, const Place& place) {
-  parameter_paths_.push_back(name);
   // One without elements has nothing to shard, to reduce or to update.
   if (!tensor.defined() || !tensor.is_floating_point() || tensor.numel() == 0) return;
   auto [at, fresh] = by_tensor_.try_emplace(tensor.unsafeGetTensorImpl(), parameters_.size());
@@ -188,28 +180,6 @@ std::vector<ModuleGroup> Survey::groups() {
   }
   std::erase_if(all, [](const ModuleGroup& group) { return group.members.empty(); });
   return all;
-}
-
-void Survey::require_known_paths() const {
-  const auto check = [](const char* kind, const std::vector<std::string>& paths, const std::vector<std::string>& known) {
-    for (const auto& path : paths) {
-      if (contains(known, path)) continue;
-      const std::string meant = nearest(path, known);
-      fail_config("{} '{}' does not exist{}", kind, path, meant.empty() ? "" : fmt::format("; did you mean '{}'?", meant));
-    }
-  };
-  check("ignored module", wrapping_.ignored_modules, module_paths_);
-  check("ignored parameter", wrapping_.ignored_parameters, parameter_paths_);
-}
-
-void Survey::require_known_types() const {
-  std::set<std::string> known;
-  for (const auto& unit : units_)
-    if (unit.seam) known.insert(unit.seam->type_name());
-  for (const auto& type : wrapping_.types)
-    if (!known.contains(type))
-      fail_config("wrapping type '{}' is not a Unit of this module; there are: {}", type,
-                  known.empty() ? "none" : fmt::format("{}", fmt::join(known, ", ")));
 }
 
 void Survey::refuse_partial_overlap() const {

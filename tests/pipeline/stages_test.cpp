@@ -164,12 +164,6 @@ TEST(Stages, WhatOneOfThemCannotBeIsHeardByAll) {
     });
     for (const auto& said : all) EXPECT_EQ(said, words);
   };
-  const char* const unknown_type = "stage 1 (Unit 1): wrapping type 'Marked' is not a Unit of this module; there are: none";
-  expect_heard({.pipeline = 2}, half_marked_chain(), {.wrapping = {.types = {"Marked"}}}, unknown_type);
-  expect_heard({.pipeline = 2, .shard = 2}, half_marked_chain(),
-               {.what = Sharded::parameters, .wrapping = {.types = {"Marked"}}}, unknown_type);
-  expect_heard({.pipeline = 2}, skip_chain(3), {.wrapping = {.ignored_modules = {"block1"}}},
-               "stage 1 (Unit 2): ignored module 'block1' does not exist; did you mean 'block2'?");
   expect_heard({.pipeline = 2, .shard = 2}, half_marked_chain(),
                {.what = Sharded::parameters, .reshard_after_forward = true},
                "stage 1 (Unit 1): parameter 'weight' of a stage is part of no Unit, and with reshard_after_forward = true "
@@ -199,6 +193,23 @@ TEST(Stages, OptionsThatNoStageCanHave) {
     EXPECT_EQ(said,
               "negotiate_order in a pipeline: its schedule runs the Units in one order on all ranks, so there is nothing to "
               "agree on; allowed: one of the two");
+  // Of gathers Unit by Unit, where stages are gathered whole.
+  const auto of_units = [](const ShardOptions& shard) {
+    const auto all = refusals(4, [&](World& world) {
+      auto options = with("1f1b", 2);
+      options.shard = shard;
+      options.shard.what = Sharded::parameters;
+      Pipeline(world.mesh({.pipeline = 2, .shard = 2}), skip_chain(3), options);
+    });
+    for (const auto& said : all) EXPECT_EQ(said, all.front());
+    return all.front();
+  };
+  EXPECT_EQ(of_units({.backward_prefetch = BackwardPrefetch::after_reduction}),
+            "backward_prefetch = after_reduction in a pipeline whose schedule says when whole stages are gathered; allowed: "
+            "before_reduction, or reshard_after_forward = true");
+  EXPECT_EQ(of_units({.debug = true}),
+            "debug = true in a pipeline whose schedule gathers and frees whole stages: all parameters of a stage are there "
+            "while its Units run, so nothing would be checked; allowed: false, or reshard_after_forward = true");
 }
 
 TEST(Stages, MoreStagesThanUnits) {

@@ -17,6 +17,7 @@
 #include "tests/random/plain.h"
 #include "tests/random/recomputed.h"
 #include "tests/random/refusal.h"
+#include "tests/random/wrapping_of.h"
 
 namespace bonfire::cases {
 
@@ -29,25 +30,12 @@ ShardOptions options_of(const EngineCase& each, const PlainRun& plain) {
   if (asked.prefetch_after_reduction) options.backward_prefetch = BackwardPrefetch::after_reduction;
   if (asked.full_accumulation) options.accumulation = Accumulation::full;
   options.offload = asked.offload;
-  auto& wrapping = options.wrapping;
-  switch (asked.wrap) {
-    case Wrap::every: break;
-    case Wrap::two_at_once: wrapping.all_in_one = true; [[fallthrough]];
-    case Wrap::types: wrapping.types = {"Beta"}; break;
-    case Wrap::unknown_type: wrapping.types = {"Gamma"}; break;
-    case Wrap::min_parameters: wrapping.min_parameters = 40; break;
-    case Wrap::predicate:
-      wrapping.predicate = [](const std::string& path, torch::nn::Module&) { return path.size() % 2 == 0; };
-      break;
-    case Wrap::all_in_one: wrapping.all_in_one = true; break;
-    // In a region of its own, as if other parts of a model held it too.
-    case Wrap::tied:
-      options.placement = [chosen = plain.chosen](const std::string& name, const at::Tensor&) {
-        return plan::Placement{.tie = name == chosen ? "chosen" : ""};
-      };
-      break;
-    case Wrap::ignored: wrapping.ignored_parameters = {plain.chosen}; break;
-  }
+  options.wrapping = wrapping_of(asked.wrap, plain.chosen);
+  // In a region of its own, as if other parts of a model held it too.
+  if (asked.wrap == Wrap::tied)
+    options.placement = [chosen = plain.chosen](const std::string& name, const at::Tensor&) {
+      return plan::Placement{.tie = name == chosen ? "chosen" : ""};
+    };
   if (asked.bucket_bytes > 0)
     options.buckets = {.bucket_bytes = asked.bucket_bytes, .first_bucket_bytes = asked.first_bucket_bytes};
   options.negotiate_order = asked.negotiate;

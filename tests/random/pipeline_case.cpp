@@ -81,6 +81,10 @@ bool ties_units(const std::vector<Part>& units) {
   return false;
 }
 
+bool has_type(const std::vector<Part>& units, Mark mark) {
+  return std::any_of(units.begin(), units.end(), [&](const Part& unit) { return has_mark(unit, mark); });
+}
+
 // Drawn after everything else, which means what it did without them.
 void draw_later_options(Draw draw, PipelineCase& each) {
   auto& options = each.options;
@@ -112,6 +116,19 @@ void draw_later_options(Draw draw, PipelineCase& each) {
       if (layer.tie >= 0) seen.insert(layer.tie);
     });
   }
+}
+
+void draw_wrapping(Draw draw, PipelineCase& each) {
+  auto& options = each.options;
+  if (draw.chance(30))
+    options.wrap = draw.pick({Wrap::types, Wrap::min_parameters, Wrap::predicate, Wrap::all_in_one, Wrap::ignored});
+  if (draw.chance(2)) options.wrap = draw.pick({Wrap::types, Wrap::unknown_type, Wrap::two_at_once});
+  // On some of the stages, normally.
+  else if (options.wrap == Wrap::types && !has_type(each.units, Mark::beta))
+    options.wrap = Wrap::ignored;
+  // Of gathers Unit by Unit.
+  if (each.comes_and_goes() && !(each.gathers_units && options.reshard) && !draw.chance(3))
+    options.prefetch_after_reduction = options.debug = false;
 }
 
 }  // namespace
@@ -175,6 +192,7 @@ PipelineCase draw_pipeline_case(std::uint64_t seed) {
   for (int at = 0, events = draw.between(1, 4); at < events; ++at)
     each.script.push_back(draw_event(draw.fork("events").fork(at), each.model, at == 0));
   draw_later_options(draw.fork("later"), each);
+  draw_wrapping(draw.fork("wrapping"), each);
   each.options.recompute = draw.fork("recompute").pick({0, 0, 0, 1, 2, 3});
   return each;
 }
@@ -185,6 +203,8 @@ namespace {
 Verdict verdict_of_gathers(const PipelineCase& each) {
   using schedule::Kind;
   if (has_cell(each.table.table, {Kind::input_gradient, Kind::unshard, Kind::reshard})) return Verdict::refused;
+  // What belongs to Units that are not chosen is part of none, as a stage is none itself.
+  if (each.options.wrap != Wrap::every && each.options.wrap != Wrap::ignored) return Verdict::either;
   // A weight of several Units is part of none, on one stage and on several.
   if (ties_units(each.units)) return Verdict::refused;
   // What a plain module holds is part of no Unit; one that has no element of its own may hold Units alone.
@@ -196,6 +216,12 @@ Verdict verdict_of_gathers(const PipelineCase& each) {
 Verdict verdict_of(const PipelineCase& each) {
   const auto& options = each.options;
   if (options.prefetch < 0 || options.versions > 1 || options.reshard_ranks > 0 || options.negotiate)
+    return Verdict::refused;
+  if (options.wrap == Wrap::unknown_type || options.wrap == Wrap::two_at_once ||
+      (options.wrap == Wrap::types && !has_type(each.units, Mark::beta)))
+    return Verdict::refused;
+  if (each.comes_and_goes() && !(each.gathers_units && options.reshard) &&
+      (options.prefetch_after_reduction || options.debug))
     return Verdict::refused;
   if (each.gathers_units && each.options.reshard && each.comes_and_goes())
     if (const auto verdict = verdict_of_gathers(each); verdict != Verdict::works) return verdict;
@@ -325,6 +351,7 @@ std::vector<PipelineCase> simpler(const PipelineCase& each) {
   add(each.options.prefetch != 2, [](PipelineCase& copy) { copy.options.prefetch = 2; });
   add(each.options.prefetch_after_reduction, [](PipelineCase& copy) { copy.options.prefetch_after_reduction = false; });
   add(each.options.debug, [](PipelineCase& copy) { copy.options.debug = false; });
+  add(each.options.wrap != Wrap::every, [](PipelineCase& copy) { copy.options.wrap = Wrap::every; });
   add(each.options.own_options, [](PipelineCase& copy) { copy.options.own_options = false; });
   add(each.options.recompute > 0, [](PipelineCase& copy) { copy.options.recompute = 0; });
   add(each.options.recompute > 1, [](PipelineCase& copy) { copy.options.recompute = 1; });

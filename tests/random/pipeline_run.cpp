@@ -16,6 +16,7 @@
 #include "tests/random/pipeline_work.h"
 #include "tests/random/recomputed.h"
 #include "tests/random/refusal.h"
+#include "tests/random/wrapping_of.h"
 
 namespace bonfire::cases {
 namespace {
@@ -49,7 +50,7 @@ std::vector<Microbatch> weighed_batch(const PipelineCase& each, int event, int d
   return batch;
 }
 
-PipelineOptions options_of(const PipelineCase& each) {
+PipelineOptions options_of(const PipelineCase& each, const PlainPipeline& plain) {
   PipelineOptions options{.schedule = each.table.table, .schedule_name = each.table.name};
   if (!each.stages.empty()) {
     int begin = 0;
@@ -69,6 +70,8 @@ PipelineOptions options_of(const PipelineCase& each) {
     options.shard.reshard_after_forward = each.options.reshard;
   options.shard.prefetch = each.options.prefetch;
   if (each.options.prefetch_after_reduction) options.shard.backward_prefetch = BackwardPrefetch::after_reduction;
+  if (each.options.wrap != Wrap::ignored || !plain.chosen.empty())
+    options.shard.wrapping = wrapping_of(each.options.wrap, plain.chosen);
   options.shard.negotiate_order = each.options.negotiate;
   options.shard.start = each.options.broadcast ? Start::broadcast : Start::check;
   options.shard.debug = each.options.debug;
@@ -84,7 +87,7 @@ class PipelineTrainee {
       : each_(each),
         plain_(plain),
         mesh_(world.mesh({.pipeline = each.table.ranks, .replicate = each.replicate, .shard = each.shard})) {
-    auto options = options_of(each);
+    auto options = options_of(each, plain);
     if (each.example) options.example = weighed_batch(each, 0, 0).front();
     pipeline_.emplace(mesh_, chain_of(each, plain), options);
     optimizer_ = optimizer_of(each.update, *pipeline_);

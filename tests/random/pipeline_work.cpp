@@ -97,10 +97,23 @@ void freeze(const PipelineCase& each, torch::nn::Module& module, const PlainPipe
 
 namespace {
 
+// One of those that have one use: the copies of others are kept equal.
+std::string chosen_of(const PipelineCase& each, const Names& names) {
+  std::map<std::string, int> uses;
+  for (const auto& [name, first] : names) ++uses[first];
+  std::vector<std::string> candidates;
+  for (const auto& [name, count] : uses)
+    if (count == 1) candidates.push_back(name);
+  if (candidates.empty()) return "";
+  return candidates[Random(each.seed).fork("ignored").below(0, candidates.size())];
+}
+
 PlainPipeline run_once(const PipelineCase& each, double off) {
   RowImpl model(each, {0, static_cast<int>(each.units.size())}, /*plain=*/true, off);
   PlainPipeline plain{.names = first_names(model)};
   for (const auto& item : model.named_parameters()) plain.trained[item.key()] = item.value().requires_grad();
+  plain.chosen = chosen_of(each, plain.names);
+  const bool ignores = each.options.wrap == Wrap::ignored;
   PlainOptimizer optimizer(each.update);
   for (int at = 0; at < static_cast<int>(each.script.size()); ++at) {
     const auto& event = each.script[static_cast<std::size_t>(at)];
@@ -129,7 +142,10 @@ PlainPipeline run_once(const PipelineCase& each, double off) {
     if (event.act == PipelineAct::train) {
       std::map<std::string, at::Tensor> parameters;
       for (auto& item : model.named_parameters())
-        if (plain.names.at(item.key()) == item.key()) parameters[item.key()] = item.value();
+        if (ignores && item.key() == plain.chosen)
+          item.value().mutable_grad().reset();
+        else if (plain.names.at(item.key()) == item.key())
+          parameters[item.key()] = item.value();
       record.norm = optimizer.step(parameters);
     }
     for (const auto& item : model.named_parameters()) record.weights[item.key()] = item.value().detach().clone();

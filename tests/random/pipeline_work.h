@@ -40,6 +40,7 @@ struct PlainPipeline {
   std::vector<PipelineRecord> events;
   Names names;
   std::map<std::string, bool> trained;  // as the Units were built
+  std::string chosen;                   // the parameter that is ignored, where one is; empty: all have several uses
 };
 PlainPipeline run_plainly(const PipelineCase& each);
 
