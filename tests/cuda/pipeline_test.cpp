@@ -61,6 +61,30 @@ TEST_P(GpuPipeline, ParityWithShards) {
   });
 }
 
+// On one stage of two ranks, and with four ranks on two.
+TEST_P(GpuPipeline, ParityOfUnitsThatGatherThemselves) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
+  run_gpu_ranks(GetParam(), [](World& world) {
+    auto run = tied_run(world.size() / 2);
+    run.shape = {.pipeline = world.size() / 2, .shard = 2};
+    run.steps = 3;
+    run.shard.what = Sharded::parameters;
+    run.shard.reshard_after_forward = true;
+    const auto plain = testing::train_plainly(run);
+    for (const auto* name : {"1f1b", "interleaved"})
+      for (const int prefetch : {0, 2}) {
+        run.schedule = name;
+        run.chunks = schedule::natural_chunks(name);
+        run.shard.prefetch = prefetch;
+        SCOPED_TRACE(fmt::format("{}, {} ahead", name, prefetch));
+        const auto outcome = testing::train_pipeline(world, run);
+        testing::expect_parity(outcome, plain);
+        for (const auto& action : outcome.row) EXPECT_FALSE(schedule::is_sharding(action.kind));
+      }
+  });
+}
+
 TEST_P(GpuPipeline, Bf16FollowsFp32) {
   BONFIRE_SKIP_WITHOUT_GPU();
   run_gpu_ranks(GetParam(), [](World& world) {
