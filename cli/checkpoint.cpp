@@ -261,7 +261,7 @@ void add_checkpoint(CLI::App& program, int& exit_code) {
     bool json = false;
   };
   CLI::App* command =
-      program.add_subcommand("checkpoint", "Inspect, verify, compare and rewrite checkpoints, and what becomes of adapters");
+      program.add_subcommand("checkpoint", "Inspect, verify, compare and rewrite checkpoints; export and merge adapters");
   command->require_subcommand(1);
   const auto add = [&](const char* name, const char* help) {
     auto arguments = std::make_shared<Arguments>();
@@ -285,7 +285,7 @@ void add_checkpoint(CLI::App& program, int& exit_code) {
         [arguments = arguments, &exit_code] { exit_code = diff(arguments->checkpoint, arguments->other, arguments->json); });
   }
   {
-    const auto [verb, arguments] = add("reshard", "Write a checkpoint anew, in another number of files");
+    const auto [verb, arguments] = add("reshard", "Rewrite a checkpoint with another number of files");
     verb->add_option("to", arguments->other, "Folder of the new checkpoint, which must not exist")->required();
     verb->add_option("--parts", arguments->parts, "Number of files of about the same size; with 1 each tensor is whole")
         ->check(at_least(1))
@@ -294,18 +294,18 @@ void add_checkpoint(CLI::App& program, int& exit_code) {
         [arguments = arguments] { reshard(arguments->checkpoint, arguments->other, arguments->parts, arguments->json); });
   }
   {
-    const auto [verb, arguments] = add("adapter", "Write the adapters of a checkpoint as a folder of PEFT's");
+    const auto [verb, arguments] = add("adapter", "Write the adapters of a checkpoint as a PEFT folder");
     verb->add_option("to", arguments->other, "The folder, which must not exist")->required();
     verb->callback([arguments = arguments] { adapter(arguments->checkpoint, arguments->other, arguments->json); });
   }
   {
     const auto [verb, arguments] =
-        add("merge", "Write the weights below adapters with the adapters in them, as a checkpoint without adapters");
+        add("merge", "Merge adapters into their base weights and write a checkpoint without adapters");
     verb->add_option("to", arguments->other, "Folder of the new checkpoint, which must not exist")->required();
     verb->add_option(
         "--base", arguments->base,
-        "Checkpoint of the weights below the adapters (default: where they were in training). The first argument "
-        "may be a folder of PEFT's then");
+        "Checkpoint of the base weights (default: where they were in training). The first argument may then be a "
+        "PEFT folder");
     verb->callback(
         [arguments = arguments] { merge(arguments->checkpoint, arguments->other, arguments->base, arguments->json); });
   }

@@ -146,22 +146,22 @@ void add_partition(CLI::App& program, int& exit_code) {
   auto arguments = std::make_shared<PartitionArguments>();
   CLI::App* command =
       program.add_subcommand("partition", "Cut a profiled model into replicated stages, as PipeDream's optimizer does");
-  command->add_option("PROFILE", arguments->profile, "A profile, or a collection of PipeDream's")->required()->type_name("");
+  command->add_option("PROFILE", arguments->profile, "A profile, or a file with several of PipeDream's profiles")
+      ->required()
+      ->type_name("");
   command
       ->add_option("--cluster", arguments->cluster,
                    "Count and bandwidth (bytes/s) of each level, the lowest first, such as 8@25e9,4@1.25e9; or a TOML file")
       ->required()
       ->type_name("LEVELS|FILE");
-  command->add_option("--model", arguments->model, "Which model of a collection")->type_name("NAME");
+  command->add_option("--model", arguments->model, "Name of the model, if the file contains several")->type_name("NAME");
   command
       ->add_option("--schedule", arguments->schedule,
                    fmt::format("{} (default: pipedream)", fmt::join(schedule::pipedream_names(), ", ")))
       ->type_name("NAME");
-  command->add_option("--memory", arguments->memory, "Most memory of a rank, such as 16GiB (default: no limit)")
+  command->add_option("--memory", arguments->memory, "Memory limit of a rank, such as 16GiB (default: none)")
       ->type_name("BYTES");
-  command
-      ->add_option("--for", arguments->config,
-                   "A configuration: refuse the profile unless it is of this model, batch and device")
+  command->add_option("--for", arguments->config, "A configuration: refuse a profile of another model, batch or device")
       ->type_name("FILE.toml");
   command->add_option("-o", arguments->output, "Write the layout to this file, as keys of a configuration")
       ->type_name("FILE.toml");

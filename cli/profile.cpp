@@ -58,7 +58,7 @@ void add_profile(CLI::App& program, int& exit_code) {
   auto arguments = std::make_shared<ProfileArguments>();
   CLI::App* command = program.add_subcommand("profile", "Measure what each Unit of a model costs, for bonfire partition");
   arguments->config.add_to(*command);
-  command->add_option("--repeats", arguments->repeats, "How often each Unit is run, behind a warm-up (default: 10)")
+  command->add_option("--repeats", arguments->repeats, "Number of timed runs of each Unit, after a warm-up (default: 10)")
       ->check(CLI::Range(1, 1 << 20))
       ->type_name("N");
   command->add_option("-o", arguments->output, "Write the profile to this file")->type_name("PROFILE.json");

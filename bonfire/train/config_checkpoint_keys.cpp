@@ -11,7 +11,7 @@ ConfigSection checkpoint_section() {
       .keys = {
           {.name = "checkpoint.every",
            .field = BONFIRE_FIELD(checkpoint.every),
-           .help = "Save after every so many steps, and after the last one. 0 saves nothing.",
+           .help = "Number of steps between saves; the state after the last step is saved too. 0 saves nothing.",
            .range = {.at_least = 0}},
           {.name = "checkpoint.keep",
            .field = BONFIRE_FIELD(checkpoint.keep),
@@ -26,13 +26,12 @@ ConfigSection checkpoint_section() {
                "of what the rank saves."},
           {.name = "checkpoint.drain",
            .field = BONFIRE_FIELD(checkpoint.drain),
-           .help = "PipeDream's schedules: run the pipeline empty before a save, so that all stages have seen the same "
-                   "minibatches. Only true is available yet."},
+           .help = "For PipeDream's schedules: drain the pipeline before a save, so that all stages have seen "
+                   "the same minibatches. Only true is supported so far."},
           {.name = "checkpoint.busy",
            .field = BONFIRE_FIELD(checkpoint.busy),
-           .help =
-               "What to do if a save is due while the one before is still being written: `wait` until it is complete, or "
-               "`skip` the new one.",
+           .help = "What to do if a save is due while the previous one is still being written: `wait` until it "
+                   "is complete, or `skip` the new one.",
            .choices = {"wait", "skip"}},
           {.name = "checkpoint.failed",
            .field = BONFIRE_FIELD(checkpoint.failed),
@@ -50,13 +49,13 @@ ConfigSection checkpoint_section() {
            .range = {.at_least = 0.1, .at_most = 1e6}},
           {.name = "checkpoint.weights",
            .field = BONFIRE_FIELD(checkpoint.weights),
-           .help = "Checkpoint whose weights a new run begins with: its folder, or that of a run. Optimizer state, step and "
-                   "position in the data begin anew; a resumed run ignores this. Empty: none."},
+           .help = "Checkpoint whose weights a new run starts with: its folder, or that of a run. Optimizer "
+                   "state, step and position in the data are not taken from it. A resumed run ignores this. "
+                   "Empty: none."},
           {.name = "checkpoint.weights_of",
            .field = BONFIRE_FIELD(checkpoint.weights_of),
-           .help =
-               "Parameters and buffers to take from `checkpoint.weights`, by name or beginning of a name; `*` stands for "
-               "any letters between two dots. The others keep their initial values. Empty: all."},
+           .help = "Parameters and buffers to take from `checkpoint.weights`, by name or name prefix; `*` "
+                   "matches any characters between two dots. The others keep their initial values. Empty: all."},
       }};
 }
 

@@ -57,16 +57,15 @@ ConfigSection data_section() {
            .reads_tokens = false},
           {.name = "data.documents",
            .field = BONFIRE_FIELD(data.documents),
-           .help = "What a sample's documents are to each other. `joined`: one text. `separate`: attention does not reach "
-                   "from one into another, and positions begin anew with each. For llama and gpt2.",
+           .help = "How the documents within a sample are treated. `joined`: as one text. `separate`: attention "
+                   "stays within each document, and positions start at 0 in each. For llama and gpt2.",
            .choices = {"joined", "separate"},
            .where_key = "data.type",
            .where_values = {"tokens"}},
           {.name = "data.end_of_document",
            .field = BONFIRE_FIELD(data.end_of_document),
-           .help =
-               "The token that ends each document of llm.c's files, whose format does not say where documents end; -1 if "
-               "there is none. Megatron's index says it.",
+           .help = "The token that ends each document in llm.c's files, whose format does not store where "
+                   "documents end; -1 if there is none. Megatron's index contains this.",
            .range = {.at_least = -1},
            .where_key = "data.documents",
            .where_values = {"separate"}},

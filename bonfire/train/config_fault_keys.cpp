@@ -16,16 +16,16 @@ ConfigSection fault_section() {
                .range = {.at_least = 0, .at_most = 1e6}},
               {.name = "fault.nan_times",
                .field = BONFIRE_FIELD(fault.nan_times),
-               .help = "How often that happens, if the run goes back to a checkpoint and comes to this step again. 0 means "
-                       "every time.",
+               .help = "How often this happens if the run goes back to a checkpoint and reaches this step again. 0 "
+                       "means every time.",
                .range = {.at_least = 0, .at_most = 1e6}},
               {.name = "fault.memory_step",
                .field = BONFIRE_FIELD(fault.memory_step),
-               .help = "Step in which one rank asks for more memory than there is. 0 means never.",
+               .help = "Step in which one rank requests more memory than there is. 0 means never.",
                .range = {.at_least = 0, .at_most = 1e12}},
               {.name = "fault.memory_rank",
                .field = BONFIRE_FIELD(fault.memory_rank),
-               .help = "Rank that asks for it.",
+               .help = "Rank that requests it.",
                .range = {.at_least = 0, .at_most = 1e6}},
           }};
 }

@@ -32,32 +32,34 @@ ConfigSection layout_section() {
            .range = {.at_least = 1, .at_most = 1e4}},
           {.name = "layout.context_attention",
            .field = BONFIRE_FIELD(layout.context_attention),
-           .help = "With `context` of 2 or more, how each rank sees the positions of the others. `ring`: keys and values "
-                   "go from rank to rank. `heads`: for the time of attention each rank has all positions of some of the "
-                   "heads; `context` must then divide the heads, and those of keys, that a rank has.",
+           .help = "With `context` of 2 or more, how ranks attend to each other's positions. `ring`: keys and "
+                   "values are passed from rank to rank. `heads`: during attention each rank has all positions "
+                   "of some of the heads; `context` must then divide the number of heads and of key heads on a "
+                   "rank.",
            .choices = {"ring", "heads"}},
           {.name = "layout.tensor",
            .field = BONFIRE_FIELD(layout.tensor),
-           .help = "Ranks that split each layer (tensor parallelism): heads of attention, the width of the feed-forward "
-                   "layers, and the vocabulary. They see the same samples. For llama and gpt2; must divide `heads` and "
-                   "`ffn`, and divide `kv_heads` or be a multiple of it.",
+           .help = "Ranks that split each layer (tensor parallelism): attention heads, the width of the "
+                   "feed-forward layers, and the vocabulary. They work on the same samples. For llama and gpt2; "
+                   "must divide `heads` and `ffn`, and divide `kv_heads` or be a multiple of it.",
            .range = {.at_least = 1, .at_most = 1e4}},
           {.name = "layout.sequence_parallel",
            .field = BONFIRE_FIELD(layout.sequence_parallel),
-           .help = "With `tensor` of 2 or more: whether norms, dropout and residuals are divided along the sequence, which "
-                   "saves memory; `tensor` must then divide `data.sequence`. With false every rank does them for all "
-                   "positions."},
+           .help = "With `tensor` of 2 or more: whether norms, dropout and residuals are divided along the "
+                   "sequence, which saves memory; `tensor` must then divide `data.sequence`. With false, every "
+                   "rank computes them for all positions."},
           {.name = "layout.tensor_chunks",
            .field = BONFIRE_FIELD(layout.tensor_chunks),
-           .help = "With `tensor` of 2 or more: the number of chunks into which the products of a block, and the exchange "
-                   "before or after each, are cut, so that one chunk is exchanged while another is multiplied. Chunks "
-                   "are samples of a microbatch, or parts of the sequence if there are fewer samples than chunks.",
+           .help = "With `tensor` of 2 or more: the number of chunks into which a block's matrix products, and "
+                   "the communication before or after each, are divided, so that one chunk is communicated while "
+                   "another is computed. Chunks are samples of a microbatch, or parts of the sequence if there "
+                   "are fewer samples than chunks.",
            .range = {.at_least = 1, .at_most = 1024}},
           {.name = "layout.schedule",
            .field = BONFIRE_FIELD(layout.schedule),
-           .help = "Pipeline schedule: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, or a file that contains a "
-                   "table. PipeDream's, in which stages are updated while minibatches are on their way: pipedream, "
-                   "pipedream-vertical, pipedream-2bw, pipedream-flush."},
+           .help = "Pipeline schedule: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, or a file that "
+                   "contains a table. PipeDream's schedules, which update stages while other minibatches are in "
+                   "flight: pipedream, pipedream-vertical, pipedream-2bw, pipedream-flush."},
           {.name = "layout.chunks",
            .field = BONFIRE_FIELD(layout.chunks),
            .help = "Stages per pipeline rank. 0 means the schedule's default: 2 for interleaved and zb-v, 1 for the others.",
@@ -71,13 +73,14 @@ ConfigSection layout_section() {
            .range = {.at_least = 1, .at_most = 1e5}},
           {.name = "layout.replicas",
            .field = BONFIRE_FIELD(layout.replicas),
-           .help = "PipeDream's schedules: on how many ranks each stage is, such as [3, 1]. They take minibatches in turn. "
-                   "The number of ranks is the sum. Empty means one rank for each stage.",
+           .help = "For PipeDream's schedules: the number of ranks of each stage, such as [3, 1], which take "
+                   "turns with minibatches. The number of ranks is the sum. Empty means one rank per stage.",
            .range = {.at_least = 1, .at_most = 1e5}},
           {.name = "layout.stash",
            .field = BONFIRE_FIELD(layout.stash),
-           .help = "schedule = pipedream: whether a stage keeps the weights that a forward has used for its backward. With "
-                   "false a backward uses the newest ones, and gradients are not those of any weights."},
+           .help = "For schedule = pipedream: whether a stage keeps the weights of a forward for its backward. "
+                   "With false, a backward uses the newest weights, and its gradients are not exact for any "
+                   "version of the weights."},
           {.name = "layout.sharded",
            .field = BONFIRE_FIELD(layout.sharded),
            .help = "What is sharded if `shard` is more than 1: optimizer state (ZeRO-1), also gradients (ZeRO-2), also "
@@ -85,10 +88,11 @@ ConfigSection layout_section() {
            .choices = {"none", "optimizer", "gradients", "parameters"}},
           {.name = "layout.reshard_after_forward",
            .field = BONFIRE_FIELD(layout.reshard_after_forward),
-           .help = "Whether a Unit's gathered parameters are freed between its forward and its backward. With a number n, "
-                   "each rank keeps 1/n of them, and backward gathers them among n ranks. In a pipeline the default is "
-                   "false: whole stages are gathered when the schedule says so. With true, Units are gathered one by one, "
-                   "for each microbatch and direction, which needs less memory.",
+           .help = "Whether a Unit's gathered parameters are freed between its forward and its backward. With a "
+                   "number n, each rank keeps 1/n of them, and backward gathers them among n ranks. In a "
+                   "pipeline the default is false: the schedule decides when whole stages are gathered. With "
+                   "true, Units are gathered one by one, for each microbatch and direction, which needs less "
+                   "memory.",
            .range = {.at_least = 1, .at_most = 1e6},
            .where_key = "layout.sharded",
            .where_values = {"parameters"}},
@@ -139,21 +143,20 @@ ConfigSection layout_section() {
            .choices = {"none", "optimizer", "parameters"}},
           {.name = "layout.recompute",
            .field = BONFIRE_FIELD(layout.recompute),
-           .help = "What backward makes again instead of keeping it from forward. `selective`: what goes into the "
-                   "activation "
-                   "and q, k and v, in every block; not for vgg. `full`: everything but a block's input. See "
-                   "[recomputation](recomputation.md).",
+           .help = "Which activations backward recomputes instead of keeping them from forward. `selective`: the "
+                   "input of the activation function and q, k and v, in every block; not for vgg. `full`: "
+                   "everything except a block's input. See [recomputation](recomputation.md).",
            .choices = {"none", "selective", "full"}},
           {.name = "layout.recompute_every",
            .field = BONFIRE_FIELD(layout.recompute_every),
-           .help = "With `recompute`: only the first of every so many blocks is recomputed.",
+           .help = "With `recompute`: recompute only every n-th block, starting with the first.",
            .range = {.at_least = 1, .at_most = 1e5},
            .where_key = "layout.recompute",
            .where_values = {"selective", "full"}},
           {.name = "layout.recompute_offload",
            .field = BONFIRE_FIELD(layout.recompute_offload),
-           .help = "With a GPU: whether the inputs that recomputed blocks keep are moved to host memory, and back while "
-                   "backward runs.",
+           .help = "On a GPU: whether the inputs of recomputed blocks are moved to host memory, and back during "
+                   "backward.",
            .where_key = "layout.recompute",
            .where_values = {"full"}},
           {.name = "layout.bucket_mb",
@@ -177,15 +180,15 @@ ConfigSection layout_section() {
            .where_values = {"powersgd"}},
           {.name = "layout.server",
            .field = BONFIRE_FIELD(layout.server),
-           .help = "Ranks that keep the weights and the optimizer as parameter servers, beside the `replicate` ranks that "
-                   "are their workers. They are the first ranks. 0 is none: workers have optimizers and reduce their "
-                   "gradients among themselves.",
+           .help = "Ranks that hold the weights and the optimizer as parameter servers, in addition to the "
+                   "`replicate` ranks, which are their workers. Servers are the first ranks. 0 means no servers: "
+                   "each rank has an optimizer, and ranks reduce their gradients among themselves.",
            .range = {.at_least = 0, .at_most = 1e5}},
           {.name = "layout.server_mode",
            .field = BONFIRE_FIELD(layout.server_mode),
-           .help = "Who waits for whom. `synchronous`: an update takes the average gradient of all workers. In the "
-                   "others each worker's gradient is an update of its own: `bounded` keeps a worker from being more than "
-                   "`server_staleness` steps ahead of the slowest, `asynchronous` does not.",
+           .help = "Who waits for whom. `synchronous`: an update uses the average gradient of all workers. In "
+                   "the other modes each worker's gradient is an update of its own: `bounded` lets a worker be "
+                   "at most `server_staleness` steps ahead of the slowest one, `asynchronous` has no limit.",
            .choices = {"synchronous", "bounded", "asynchronous"}},
           {.name = "layout.server_staleness",
            .field = BONFIRE_FIELD(layout.server_staleness),
@@ -195,8 +198,8 @@ ConfigSection layout_section() {
            .where_values = {"bounded"}},
           {.name = "layout.server_backup",
            .field = BONFIRE_FIELD(layout.server_backup),
-           .help = "Backup workers: an update takes the gradients that come first, and those of so many workers that come "
-                   "later are dropped.",
+           .help = "Number of backup workers: an update uses the gradients that arrive first and drops those of "
+                   "this many workers, which arrive last.",
            .range = {.at_least = 0, .at_most = 1e5},
            .where_key = "layout.server_mode",
            .where_values = {"synchronous"}},
@@ -208,8 +211,8 @@ ConfigSection layout_section() {
            .later = "a run of the command that goes on without a worker, or waits for it,"},
           {.name = "layout.server_save_every",
            .field = BONFIRE_FIELD(layout.server_save_every),
-           .help = "Updates between checkpoints of the servers, in place of `checkpoint.every`, which 0 stands for. "
-                   "Workers hear with each answer which update is saved.",
+           .help = "Number of updates between checkpoints of the servers, in place of `checkpoint.every`. 0 "
+                   "means `checkpoint.every`. Servers tell workers with each reply which update has been saved.",
            .range = {.at_least = 0, .at_most = 1e9}},
       }};
 }

@@ -140,9 +140,8 @@ ConfigSection model_section() {
                .where_values = {"vgg"}},
               {.name = "model.reversible",
                .field = BONFIRE_FIELD(model.spec.reversible),
-               .help =
-                   "Blocks on two streams whose inputs are reconstructed in backward, so that activation memory does not "
-                   "grow with `layers`. This is another function than the plain model's.",
+               .help = "Blocks on two streams whose inputs are reconstructed in backward, so that activation memory "
+                       "does not grow with `layers`. The function differs from the plain model's.",
                .where_key = "model.type",
                .where_values = {"llama", "gpt2"}},
           },

@@ -109,9 +109,9 @@ ConfigSection train_section() {
            .range = {.at_least = 1, .at_most = 1e9}},
           {.name = "train.nan_policy",
            .field = BONFIRE_FIELD(train.nan_policy),
-           .help = "What to do if the loss or a gradient is not finite on any rank: `stop` the run, `skip` the step on all "
-                   "ranks, or `rollback` all ranks to the newest checkpoint and take the steps since then again. A run that "
-                   "fails again without getting further than before is stopped.",
+           .help = "What to do if the loss or a gradient is not finite on any rank: `stop` the run, `skip` the "
+                   "step on all ranks, or `rollback` all ranks to the newest checkpoint and repeat the steps "
+                   "since then. A run that fails again without getting further than before is stopped.",
            .choices = {"stop", "skip", "rollback"}},
           {.name = "train.trace_from",
            .field = BONFIRE_FIELD(train.trace_from),
