@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
+#include <deque>
 #include <exception>
 #include <random>
 #include <thread>
@@ -30,8 +32,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// How often a rank that waits for others' files asks itself whether it still should.
-constexpr auto kRound = std::chrono::seconds(10);
+// How often a rank that waits for others' files asks itself whether it still should: for so long it stays where it fails.
+constexpr auto kRound = std::chrono::seconds(1);
+
+// What rank 0 says of a save.
+constexpr std::uint8_t taken = 1, skipped = 0;
 
 constexpr const char* doing = "checkpoint";  // as ProgressBoard::Busy says it
 
@@ -47,9 +52,9 @@ std::string new_mark() {
   return fmt::format("{:08x}", device());
 }
 
-std::vector<Slice> slices_of(const CheckpointContents& contents) {
+std::vector<Slice> slices_of(const std::vector<Sliced*>& tensors) {
   std::vector<Slice> slices;
-  for (auto* const sliced : contents.tensors)
+  for (auto* const sliced : tensors)
     for (auto& slice : sliced->slices()) slices.push_back(std::move(slice));
   return slices;
 }
@@ -90,7 +95,8 @@ void require_shared_folder(const World& world, const fs::path& folder, const std
 
 struct Checkpoints::Save {
   std::int64_t step = 0;
-  std::int64_t number = 0;  // of this run's saves
+  std::int64_t number = 0;      // of this run's saves
+  bool may_be_skipped = false;  // rank 0 says whether it is
   std::vector<OwnPiece> pieces{};
   std::string problem{};  // why this rank's pieces are not there
   std::map<std::string, State> states{};
@@ -104,6 +110,8 @@ struct Checkpoints::Self {
   c10::intrusive_ptr<c10d::Store> store{};  // the writing thread's own, which waits in it
   int exceptions = std::uncaught_exceptions();
   std::int64_t saves = 0;
+  std::deque<Save> announced{};              // that this rank has not contributed to
+  std::optional<std::int64_t> step_begun{};  // the last that it has, where a thread writes that
 
   Pace pace{options.share > 0 ? options.share : share_beside_training(world)};
   CopyMemory copy{.pinned = !world.device().is_cpu()};  // kept: to ask for it anew takes about as long as to fill it
@@ -241,45 +249,90 @@ void Checkpoints::conclude() {
     fail("a checkpoint could not be saved: {}", problem);
 }
 
-bool Checkpoints::begin(std::int64_t step, const CheckpointContents& contents, bool asynchronous) {
+// Ranks may come here at different times: whether the save is skipped is what rank 0 sees when it does.
+void Checkpoints::announce(std::int64_t step, const std::map<std::string, Stateful*>& states, WhenBusy when_busy) {
   auto& own = *self_;
-  const auto& group = own.world.group();
+  Save save{.step = step, .number = ++own.saves, .may_be_skipped = when_busy == WhenBusy::skip};
+  if (save.may_be_skipped && own.world.rank() == 0) {
+    const bool busy = !own.written || !own.announced.empty();
+    if (busy) own.world.log().warning("step {} is not saved: the checkpoint before is still being written", step);
+    own.world.store().set(own.key(save, "taken"), std::vector<std::uint8_t>{busy ? skipped : taken});
+  }
+  for (const auto& [name, state] : states) save.states.emplace(name, state->save());
+  own.announced.push_back(std::move(save));
+}
+
+void Checkpoints::announce(std::int64_t step, const std::map<std::string, Stateful*>& states) {
+  announce(step, states, self_->options.busy);
+}
+
+bool Checkpoints::contribute(std::int64_t step, const std::vector<Sliced*>& tensors) {
+  const auto& announced = self_->announced;
+  require(!announced.empty() && announced.front().step == step, "a contribution to a save of step {}, and {}", step,
+          announced.empty() ? std::string("no save was announced")
+                            : fmt::format("the next that was announced is of step {}", announced.front().step));
+  const bool begun = contribute(tensors, From::copy);
+  // A rank that comes to the next save waits for the writing threads of others, which do not hear of it.
+  self_->pace.hurry();
+  return begun;
+}
+
+bool Checkpoints::contribute(const std::vector<Sliced*>& tensors, From from) {
+  auto& own = *self_;
   // It may take as long as it takes: no watchdog calls this rank late.
   const ProgressBoard::Busy busy(own.world.progress().get(), doing);
-  if (own.options.busy == WhenBusy::skip && asynchronous && group.max(own.written ? 0 : 1) > 0) {
-    if (own.world.rank() == 0)
-      own.world.log().warning("step {} is not saved: the checkpoint before is still being written", step);
-    return false;
-  }
+  Save save = std::move(own.announced.front());
+  own.announced.pop_front();
+  // Not through the writer's store, in which it may be waiting.
+  if (save.may_be_skipped && own.world.store().get(own.key(save, "taken")).at(0) == skipped) return false;
   conclude();
-  Save save{.step = step, .number = ++own.saves, .pieces = own_pieces(slices_of(contents))};
-  for (const auto& [name, state] : contents.states) save.states.emplace(name, state->save());
-  if (asynchronous) {
-    try {
-      save.pieces = copied(save.pieces, own.copy);
-    } catch (const std::exception& error) {
-      // No memory for the copy: a save that fails, and the others are told.
-      save.problem = words_of(error);
-      save.pieces.clear();
-    }
-    own.written = false;
-    own.pace.begin();
-    // With the priority of the others: whoever waits for it could not give it back, and on a busy machine would wait long.
-    own.writer = std::thread([this, save = std::move(save)] { write(save); });
-  } else {
+  save.pieces = own_pieces(slices_of(tensors));
+  if (from == From::tensors) {
     write(save);
     conclude();
+    return true;
   }
+  try {
+    save.pieces = copied(save.pieces, own.copy);
+  } catch (const std::exception& error) {
+    // No memory for the copy: a save that fails, and the others are told.
+    save.problem = words_of(error);
+    save.pieces.clear();
+  }
+  own.step_begun = save.step;
+  own.written = false;
+  own.pace.begin();
+  // With the priority of the others: whoever waits for it could not give it back, and on a busy machine would wait long.
+  own.writer = std::thread([this, save = std::move(save)] { write(save); });
   return true;
 }
 
-bool Checkpoints::save(std::int64_t step, const CheckpointContents& contents) {
-  return begin(step, contents, self_->options.asynchronous);
+// If this rank has contributed to a later one, this one had ended.
+void Checkpoints::join(std::int64_t step) {
+  if (self_->options.asynchronous || self_->step_begun != step) return;
+  const ProgressBoard::Busy busy(self_->world.progress().get(), doing);
+  conclude();
 }
 
-void Checkpoints::save_now(std::int64_t step, const CheckpointContents& contents) { begin(step, contents, false); }
+void Checkpoints::require_none_announced() const {
+  if (const auto& announced = self_->announced; !announced.empty())
+    fail("a save of step {} was announced, and this rank has not contributed to it", announced.front().step);
+}
+
+bool Checkpoints::begin(std::int64_t step, const CheckpointContents& contents, From from) {
+  require_none_announced();
+  announce(step, contents.states, from == From::copy ? self_->options.busy : WhenBusy::wait);
+  return contribute(contents.tensors, from);
+}
+
+bool Checkpoints::save(std::int64_t step, const CheckpointContents& contents) {
+  return begin(step, contents, self_->options.asynchronous ? From::copy : From::tensors);
+}
+
+void Checkpoints::save_now(std::int64_t step, const CheckpointContents& contents) { begin(step, contents, From::tensors); }
 
 void Checkpoints::finish() {
+  require_none_announced();
   const ProgressBoard::Busy busy(self_->world.progress().get(), doing);
   conclude();
 }
@@ -315,7 +368,7 @@ Loaded load(const World& world, const fs::path& checkpoint, const CheckpointCont
   loaded.problem = broken(world, [&] { manifest = read_manifest(checkpoint); });
   if (loaded.problem) return loaded;
   loaded.step = manifest.step;
-  const auto slices = slices_of(contents);
+  const auto slices = slices_of(contents.tensors);
   require_same_tensors(manifest, slices, selection, world.group());
   do_or_fail_together(world.group(), [&] {
     for (const auto& [name, state] : contents.states)

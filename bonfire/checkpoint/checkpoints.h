@@ -57,6 +57,16 @@ class BONFIRE_API Checkpoints {
 
   // Saves what is there now, after `step` steps. False where it was skipped. Collective.
   bool save(std::int64_t step, const CheckpointContents& contents);
+  // The same in three parts, where ranks come to the same step at different times. All ranks go through the same steps, in
+  // the same order, and the checkpoint is complete when the last has contributed and all have written.
+  // What it has besides tensors is as it is now. Waits for nobody.
+  void announce(std::int64_t step, const std::map<std::string, Stateful*>& states);
+  // This rank's tensors are as they are now: they are copied, and written by a thread. Waits only where the save before is
+  // still being written (WhenBusy::wait). False where it was skipped.
+  bool contribute(std::int64_t step, const std::vector<Sliced*>& tensors);
+  // Where saves are not asynchronous, waits until that of this step is complete. REQUIRES: all ranks have contributed, or
+  // will without waiting for this one.
+  void join(std::int64_t step);
   // The same, and it is complete when this returns, without a copy in memory. Collective.
   void save_now(std::int64_t step, const CheckpointContents& contents);
   // Waits for what is being written. Collective.
@@ -70,7 +80,11 @@ class BONFIRE_API Checkpoints {
 
  private:
   struct Save;
-  bool begin(std::int64_t step, const CheckpointContents& contents, bool asynchronous);
+  enum class From { copy, tensors };
+  bool begin(std::int64_t step, const CheckpointContents& contents, From from);
+  void announce(std::int64_t step, const std::map<std::string, Stateful*>& states, WhenBusy when_busy);
+  bool contribute(const std::vector<Sliced*>& tensors, From from);
+  void require_none_announced() const;
   void write(const Save& save);
   std::string write_together(const Save& save);
   void finish_together(const Save& save, const std::filesystem::path& unfinished, Nanoseconds begin);

@@ -26,8 +26,9 @@ ConfigSection checkpoint_section() {
                "of what the rank saves."},
           {.name = "checkpoint.drain",
            .field = BONFIRE_FIELD(checkpoint.drain),
-           .help = "For PipeDream's schedules: drain the pipeline before a save, so that all stages have seen "
-                   "the same minibatches. Only true is supported so far."},
+           .help = "PipeDream's schedules: run the pipeline empty before a save. With `false` each rank copies what it "
+                   "saves when it has made the updates of the step, also if not `asynchronous`, and the pipeline stays "
+                   "full."},
           {.name = "checkpoint.busy",
            .field = BONFIRE_FIELD(checkpoint.busy),
            .help = "What to do if a save is due while the previous one is still being written: `wait` until it "

@@ -31,11 +31,17 @@ void check_no_pipedream(const Config& config) {
     fail_key(config, "layout.stash",
              fmt::format("layout.schedule = \"{}\" has no versions to stash; allowed with: layout.schedule = pipedream",
                          config.layout.schedule));
+  if (!config.checkpoint.drain)
+    fail_key(config, "checkpoint.drain",
+             fmt::format("{} ends every step on all ranks, and there is nothing to drain; {}",
+                         config.layout.pipeline > 1 ? fmt::format("layout.schedule = \"{}\"", config.layout.schedule)
+                                                    : std::string("training without a pipeline"),
+                         allowed));
 }
 
 namespace {
 
-// Where the pipeline is to run empty there must be whole rounds of all replicas.
+// Only after whole rounds of all replicas has every stage been updated with the same minibatches.
 void require_rounds(const Config& config, int round) {
   const std::pair<const char*, std::int64_t> steps[] = {{"train.steps", config.train.steps},
                                                         {"train.eval_every", config.train.eval_every},
@@ -44,8 +50,8 @@ void require_rounds(const Config& config, int round) {
     if (count % round != 0)
       fail_key(
           config, key,
-          fmt::format("the pipeline runs empty there, and layout.replicas = [{}] have whole rounds after {} minibatches; "
-                      "allowed: a multiple of {}",
+          fmt::format("all stages must have had the same minibatches there, and layout.replicas = [{}] have whole rounds "
+                      "after {}; allowed: a multiple of {}",
                       fmt::join(config.layout.replicas, ", "), round, round));
 }
 
@@ -102,9 +108,6 @@ void require_plain(const Config& config) {
         fmt::format("layout.schedule = \"{}\" is about which version a minibatch sees, and without stashing there are none "
                     "to hold; allowed with it: true",
                     name));
-  if (!config.checkpoint.drain)
-    fail_key(config, "checkpoint.drain",
-             "saving while minibatches are on their way is planned, and not available in this version; allowed: true");
 }
 
 }  // namespace

@@ -119,7 +119,7 @@ void Journal::go_back(std::int64_t step) {
   step_start_ = now_ns();
 }
 
-TrainReport Journal::finish(const std::string& checkpoint) {
+TrainReport Journal::finish(const std::string& checkpoint, const TrainReport::Saves& saves) {
   progress_.reset();
   const auto& group = run_.world.group();
   const auto seconds = settled(step_seconds_, steps_to_settle(run_.config, run_.world.device()));
@@ -149,6 +149,9 @@ TrainReport Journal::finish(const std::string& checkpoint) {
     report.stash = overlap->stash;
     report.drains = overlap->drains;
     report.drain_seconds = group.max(overlap->drain_seconds);
+    if (overlap->seconds_lost) report.seconds_lost_by_drain = group.max(*overlap->seconds_lost);
+    report.saves = saves;
+    report.saves.seconds = group.max(saves.seconds);
   }
   // On a GPU it is the stream that waits, not the host: what is counted there says nothing.
   if (run_.world.device().is_cpu()) report.exposed_communication = group.max(total > 0 ? waited_seconds_ / total : 0);

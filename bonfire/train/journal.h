@@ -30,8 +30,8 @@ class Journal {
   // The run has gone back: steps behind this one are taken, and written, again.
   void go_back(std::int64_t step);
 
-  // `checkpoint` is the last one, if any. Collective.
-  TrainReport finish(const std::string& checkpoint);
+  // `checkpoint` is the last one, if any; `saves` are those on the way there. Collective.
+  TrainReport finish(const std::string& checkpoint, const TrainReport::Saves& saves);
 
  private:
   const Run& run_;

@@ -51,7 +51,7 @@ TrainReport train(const World& world, const Config& config, const TrainOptions& 
   };
   const auto finish = [&] {
     const std::string checkpoint = saving.finish();
-    return journal.finish(checkpoint);
+    return journal.finish(checkpoint, saving.saves());
   };
 
   // A step that a device does alone, or that overlaps with those behind it, is concluded when these are under way, so that
@@ -74,9 +74,10 @@ TrainReport train(const World& world, const Config& config, const TrainOptions& 
   for (std::int64_t step = first; step <= config.train.steps; ++step) {
     tracer.begin_step(step);
     const StepBatches batches = next_batches(run, tracer);
+    saving.begin_step(step);
     running.push_back(take_step(run, batches, step, tracer));
     const bool something_follows =
-        evaluates(step) || saving.due(step) || step == config.train.steps || tracer.traces(step + 1);
+        evaluates(step) || saving.drains(step) || step == config.train.steps || tracer.traces(step + 1);
     const bool settles = !running.back().reading || (something_follows && run.trainee->can_drain());
     if (settles) run.trainee->drain();
     bool goes_on = conclude_running(settles ? 0 : static_cast<std::size_t>(run.trainee->readings_behind()));

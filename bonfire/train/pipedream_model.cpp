@@ -90,6 +90,7 @@ void PipeDreamModel::note(const StageUpdate& update) {
     mine[1] = result.gradient_norm * result.gradient_norm;
     mine[2] = update.staleness;
   }
+  if (on_step_made_) on_step_made_(first_step_ + update.minibatch);
 }
 
 std::shared_ptr<StepReading> PipeDreamModel::whole_step(const std::vector<Batch>& batches, const StepContext& context,
@@ -117,11 +118,33 @@ std::shared_ptr<StepReading> PipeDreamModel::whole_step(const std::vector<Batch>
   pipeline_.on_cell(nullptr);
   // A replica has nothing to do for most minibatches of a round: the mean over one.
   ended_.push_back(now_ns());
+  keep_pace(1e-9 * static_cast<double>(ended_.back() - ended_[ended_.size() - 2]));
   if (static_cast<int>(ended_.size()) > pipeline_.robin().round() + 1) ended_.pop_front();
   notes->seconds = 1e-9 * static_cast<double>(ended_.back() - ended_.front()) / static_cast<double>(ended_.size() - 1);
   newest_ = notes;
   tell_until(minibatch + 1 - pipeline_.minibatches_on_their_way());
   return std::make_shared<Reading>(*this, notes);
+}
+
+void PipeDreamModel::keep_pace(double seconds) {
+  if (++pace_.since_empty > pipeline_.minibatches_on_their_way()) {
+    ++pace_.full;
+    pace_.full_seconds += seconds;
+  } else if (pipeline_.drains() > 0) {  // the first filling also sets up buffers and connections
+    if (pace_.since_empty == 1) ++pace_.fills;
+    ++pace_.filling;
+    pace_.filling_seconds += seconds + std::exchange(pace_.drain_seconds, 0);
+  }
+}
+
+std::optional<Trainee::Overlap> PipeDreamModel::overlap() const {
+  auto overlap = overlap_;
+  if (pace_.full > 0 && pace_.fills > 0) {
+    const double each = pace_.full_seconds / static_cast<double>(pace_.full);
+    const double lost = pace_.filling_seconds - each * static_cast<double>(pace_.filling);
+    overlap.seconds_lost = std::max(0.0, lost / static_cast<double>(pace_.fills));
+  }
+  return overlap;
 }
 
 void PipeDreamModel::tell_until(std::int64_t minibatch) {
@@ -143,6 +166,8 @@ void PipeDreamModel::drain() {
   const double seconds = 1e-9 * static_cast<double>(now_ns() - begin);
   overlap_.drain_seconds += seconds;
   newest_->seconds += seconds;
+  pace_.drain_seconds = seconds;
+  pace_.since_empty = 0;
   ended_.clear();
   overlap_.drains = pipeline_.drains();
   tell_until(pipeline_.admitted());

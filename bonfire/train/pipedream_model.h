@@ -2,9 +2,11 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "bonfire/base/clock.h"
@@ -23,7 +25,7 @@ BONFIRE_API bool runs_pipedream(const Config& config);
 BONFIRE_API schedule::RoundRobin robin_of(const Config& config);
 // The keys of a run of PipeDream's against each other. Throws ConfigError. REQUIRES: as above, and the model is resolved.
 BONFIRE_API void check_pipedream(const Config& config);
-// layout.replicas and layout.stash without such a schedule. Throws ConfigError.
+// layout.replicas, layout.stash and checkpoint.drain without such a schedule. Throws ConfigError.
 BONFIRE_API void check_no_pipedream(const Config& config);
 
 // Every rank has a replica of a stage of the model. A step is a minibatch: it begins when the minibatch is admitted, and
@@ -46,7 +48,8 @@ class BONFIRE_API PipeDreamModel final : public Trainee {
   int readings_behind() const override { return 2 * pipeline_.minibatches_on_their_way() + 1; }
   bool can_drain() const override { return pipeline_.can_drain(); }
   void drain() override;
-  std::optional<Overlap> overlap() const override { return overlap_; }
+  void on_step_made(std::function<void(std::int64_t step)> made) override { on_step_made_ = std::move(made); }
+  std::optional<Overlap> overlap() const override;
 
   PipeDream& pipeline() { return pipeline_; }
 
@@ -56,6 +59,8 @@ class BONFIRE_API PipeDreamModel final : public Trainee {
   struct Notes;
 
   void note(const StageUpdate& update);
+  // How long the last admission took.
+  void keep_pace(double seconds);
   // Tells the others of all minibatches before this one that were not told yet.
   void tell_until(std::int64_t minibatch);
 
@@ -72,6 +77,15 @@ class BONFIRE_API PipeDreamModel final : public Trainee {
   std::map<std::int64_t, double> lrs_;                    // of minibatches that have not been updated with
   std::map<std::int64_t, std::shared_ptr<Notes>> notes_;  // of minibatches that have not been told
   std::shared_ptr<Notes> newest_;
+  std::function<void(std::int64_t step)> on_step_made_;
+  // What filling the pipeline again costs.
+  struct Pace {
+    std::int64_t since_empty = 0;  // minibatches
+    double drain_seconds = 0;      // of the last drain, until something is admitted after it
+    std::int64_t fills = 0;        // after a drain
+    std::int64_t filling = 0, full = 0;
+    double filling_seconds = 0, full_seconds = 0;  // of so many minibatches; those of filling with the drain before
+  } pace_;
   Overlap overlap_;
 };
 

@@ -120,8 +120,8 @@ plan::MemoryOptions memory_options_of(const Config& config) {
           .narrow_convolutions = library_convolves(data_parallel_of(config).compute),
           .threads = threads_per_rank(process_variables(), static_cast<int>(config.ranks()), usable_cores()),
           .workspace_bytes = on_host ? 0 : gpu_workspaces,
-          .copies_to_save =
-              config.checkpoint.asynchronous && config.checkpoint.every > 0 && config.checkpoint.every < config.train.steps,
+          .copies_to_save = (config.checkpoint.asynchronous || !config.checkpoint.drain) && config.checkpoint.every > 0 &&
+                            config.checkpoint.every < config.train.steps,
           .learns_order = !config.layout.negotiate_order,
           .inputs_on_host = config.layout.recompute_offload && !on_host,
           // A Unit that is being built does not know its name.

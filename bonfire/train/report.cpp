@@ -42,6 +42,9 @@ std::string to_json(const TrainReport& report) {
     json["stash"] = report.stash;
     json["drains"] = report.drains;
     json["drain_seconds"] = report.drain_seconds;
+    if (report.seconds_lost_by_drain) json["seconds_lost_by_drain"] = number(*report.seconds_lost_by_drain);
+    json["saves"] = report.saves.count;
+    json["save_seconds"] = number(report.saves.seconds);
   }
   if (!report.server.empty()) json["server"] = report.server;
   return json.dump();
@@ -71,7 +74,15 @@ std::string summary(const TrainReport& report) {
     line("stale", fmt::format("gradients were made with weights at most {} updates old, by stage{}",
                               fmt::join(report.staleness, ", "),
                               report.stash ? "" : "; layout.stash = false: they are not the gradients of any weights"));
-    line("drains", fmt::format("{}, {} in all", report.drains, format_seconds(report.drain_seconds)));
+    std::string drains = fmt::format("{}, {} in all", report.drains, format_seconds(report.drain_seconds));
+    if (report.seconds_lost_by_drain)
+      drains +=
+          fmt::format("; with filling the pipeline again, each costs {}", format_seconds(*report.seconds_lost_by_drain));
+    line("drains", drains);
+    const auto& saves = report.saves;
+    if (saves.count > 0)
+      line("saves", fmt::format("{} {}, {} in all on the slowest rank", saves.count,
+                                saves.drained ? "after drains" : "without drains", format_seconds(saves.seconds)));
   }
   for (const auto& words : report.server) line("server", words);
 

@@ -36,6 +36,13 @@ struct TrainReport {
   bool stash = true;
   std::int64_t drains = 0;
   double drain_seconds = 0;
+  std::optional<double> seconds_lost_by_drain{};  // with filling again, beside a full pipeline
+  // Saves while they overlap, and how long they held the slowest rank.
+  struct Saves {
+    std::int64_t count = 0;
+    double seconds = 0;
+    bool drained = true;  // before each
+  } saves{};
   std::vector<std::string> server{};  // of a parameter server: what there is to say of its updates
   std::optional<double> mfu{};        // share of the GPU's peak that the model's own work is
 };

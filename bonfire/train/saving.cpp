@@ -52,6 +52,8 @@ Saving::Saving(Run& run, const TrainOptions& options)
                                                       .busy = keys.busy == "skip" ? WhenBusy::skip : WhenBusy::wait,
                                                       .failed = keys.failed == "stop" ? WhenFailed::stop : WhenFailed::warn,
                                                       .configuration = to_toml(run.config)});
+  saves_.drained = keys.drain;
+  if (!keys.drain) run.trainee->on_step_made([this](std::int64_t step) { contribute(step); });
 }
 
 CheckpointContents Saving::contents() {
@@ -122,9 +124,35 @@ bool Saving::due(std::int64_t step) const {
   return every > 0 && (step % every == 0 || step == run_.config.train.steps);
 }
 
+// Behind the last step nobody is elsewhere.
+bool Saving::overlaps(std::int64_t step) const {
+  return !run_.config.checkpoint.drain && due(step) && step < run_.config.train.steps;
+}
+
+void Saving::begin_step(std::int64_t step) {
+  if (overlaps(step)) checkpoints_->announce(step, contents().states);
+}
+
+void Saving::contribute(std::int64_t step) {
+  if (!overlaps(step)) return;
+  const Nanoseconds begin = now_ns();
+  count(checkpoints_->contribute(step, contents().tensors), begin);
+}
+
 void Saving::save(std::int64_t step) {
   if (step == run_.config.train.steps) return save_last(step);
-  checkpoints_->save(step, contents());
+  const Nanoseconds begin = now_ns();
+  if (overlaps(step)) {
+    checkpoints_->join(step);
+    count(false, begin);
+  } else {
+    count(checkpoints_->save(step, contents()), begin);
+  }
+}
+
+void Saving::count(bool saved, Nanoseconds begin) {
+  saves_.count += saved ? 1 : 0;
+  saves_.seconds += seconds_since(begin);
 }
 
 void Saving::save_last(std::int64_t step) {

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -67,11 +68,16 @@ class Trainee {
   // Ends all steps that have begun; where it can, for it is not possible after every step. Collective.
   virtual bool can_drain() const { return true; }
   virtual void drain() {}
+  // Called on each rank when its state is that after a step, and of no step behind it: ranks come there at different times.
+  virtual void on_step_made(std::function<void(std::int64_t step)> /*made*/) {}
   struct Overlap {
     std::vector<int> staleness{};  // of updates, at most: by stage
     bool stash = true;
     std::int64_t drains = 0;
     double drain_seconds = 0;
+    // Of one drain, on average: how much longer it and the filling after it take than the same minibatches in a full
+    // pipeline. Nothing where it never was full.
+    std::optional<double> seconds_lost{};
   };
   virtual std::optional<Overlap> overlap() const { return std::nullopt; }
   // Its parameters and buffers.

@@ -8,6 +8,7 @@
 
 #include <gtest/gtest.h>
 
+#include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "tests/cli/command.h"
@@ -144,6 +145,38 @@ TEST(PipeDream, ResumesWhereItDrained) {
   EXPECT_EQ(ended.code, 0) << ended.out << ended.err;
 }
 
+// A rank is killed, with saves behind it and perhaps one on its way; the ranks that are started again go on from the newest
+// that is complete.
+TEST(PipeDream, ResumesFromASaveWithoutADrainAfterAKill) {
+  const Scratch scratch;
+  scratch.write("a.toml", model);
+  // By its folder the run is told from any other on this machine.
+  const auto keys =
+      " --json --set model.dim=16 --set model.ffn=32 --set data.sequence=8 --set train.steps=1200 --set "
+      "layout.pipeline=2 --set 'layout.replicas=[2,1]' --set layout.schedule=pipedream --set checkpoint.every=20 "
+      "--set checkpoint.keep=0 --set checkpoint.drain=false --set run.folder=" +
+      (scratch.path() / "runs").string();
+  // The ranks' own words have no --ranks; those of this shell have brackets.
+  const auto killed = testing::run_shell(
+      fmt::format("cd {0}\n"
+                  "timeout 120 {1}/bonfire train a.toml --ranks 3 {2} --max-restarts 1 >out.txt 2>err.txt &\n"
+                  "until [ -e runs/a/checkpoints/latest ]; do kill -0 $! || exit 7; sleep 0.02; done\n"
+                  "kill -KILL $(pgrep -n -f '[r]un.folder={0}/runs') || exit 8\n"
+                  "wait $!\n",
+                  scratch.path().string(), BONFIRE_BUILD_DIR, keys));
+  ASSERT_EQ(killed.code, 0) << killed.output << scratch.read("err.txt");
+  const auto report = json::parse(scratch.read("out.txt"));
+  const auto step = report.at("resumed_after").get<int>();
+  EXPECT_EQ(step % 20, 0);
+  EXPECT_GT(step, 0);
+  EXPECT_EQ(report.at("drains"), 1);
+  const auto rest = scratch.bonfire(
+      fmt::format("train a.toml --ranks 3 {} --set run.name=rest --resume runs/a/checkpoints/step-{:08}", keys, step));
+  ASSERT_EQ(rest.code, 0) << rest.err;
+  const auto same = scratch.bonfire("checkpoint diff runs/a runs/rest");
+  EXPECT_EQ(same.code, 0) << same.out << same.err;
+}
+
 TEST(PipeDream, TheWholePeakIsPredicted) {
   const Scratch scratch;
   scratch.write("a.toml", model);
@@ -152,6 +185,7 @@ TEST(PipeDream, TheWholePeakIsPredicted) {
         "--set layout.pipeline=3 --set layout.schedule=pipedream-vertical",
         "--set layout.pipeline=2 --set layout.schedule=pipedream-2bw --set train.batch=8",
         "--set layout.pipeline=2 --set layout.schedule=pipedream-flush --set train.batch=8",
+        "--set layout.pipeline=3 --set layout.schedule=pipedream --set checkpoint.every=4 --set checkpoint.drain=false",
         "--set layout.pipeline=2 --set 'layout.replicas=[2,1]' --set layout.schedule=pipedream"}) {
     const auto ended = scratch.bonfire(std::string("train a.toml --json ") + layout);
     ASSERT_EQ(ended.code, 0) << ended.err;
@@ -211,7 +245,7 @@ TEST(PipeDream, WhatCannotBeIsOneLineAndNothingStarts) {
   expect_refused(two + "--set model.tied=true", "updated at different times");
   expect_refused(two + "--set train.precision=fp16", "allowed with it: fp32 | bf16");
   expect_refused(two + "--set train.nan_policy=skip", "allowed with it: stop");
-  expect_refused(two + "--set checkpoint.drain=false", "planned, and not available");
+  expect_refused("--set layout.pipeline=2 --set checkpoint.drain=false", "there is nothing to drain; allowed with: layout.");
   expect_refused(two + "--set layout.stages=measured", "takes stages from bonfire partition");
   expect_refused("--set layout.pipeline=3 --set layout.schedule=pipedream-2bw --set train.microbatch=4",
                  "allowed: more microbatches in a minibatch");

@@ -8,10 +8,14 @@
 #include <fmt/ranges.h>
 #include <torch/nn/module.h>
 
+#include "bonfire/checkpoint/checkpoints.h"
 #include "bonfire/comm/device.h"
+#include "bonfire/comm/hear.h"
 #include "bonfire/optim/optimizer.h"
 #include "tests/pipeline/pipedream_oracle.h"
+#include "tests/pipeline/pipedream_trained.h"
 #include "tests/support/gpu_ranks.h"
+#include "tests/support/shell.h"
 
 namespace bonfire::pipedream_test {
 namespace {
@@ -58,6 +62,40 @@ TEST(GpuPipeDream, ReplicatedStagesFollowTheirEquations) {
   testing::run_gpu_ranks(3, [](World& world) {
     expect_equations(world, {2, 1}, schedule::WeightMode::stashing);
     expect_equations(world, {2, 1}, schedule::WeightMode::flush);
+  });
+}
+
+// Each rank copies its part from the device in the middle of its row.
+TEST(GpuPipeDream, IsSavedWithoutADrain) {
+  BONFIRE_SKIP_WITHOUT_GPU();
+  make_deterministic();
+  const testing::Folder folder;
+  const auto run = testing::run_of({1, 1}, schedule::WeightMode::stashing);
+  constexpr int step = 4, more = 6;
+  testing::Oracle unbroken(run), resumed(run);
+  unbroken.train(step + more);
+  resumed.train(step);
+  resumed.drain();
+  resumed.train(more);
+  testing::run_gpu_ranks(2, [&](World& world) {
+    testing::Trained trained(world, run, world.device());
+    const CheckpointContents contents{.tensors = {trained.pipeline.get(), trained.optimizer.get()}};
+    // Every process has a folder; that of rank 0 is everybody's.
+    Checkpoints checkpoints(world, hear(world.group(), folder.path().string(), 0, world.device()));
+    trained.after_update = [&](const StageUpdate& update) {
+      if (update.minibatch + 1 == step) checkpoints.contribute(step, contents.tensors);
+    };
+    trained.train(run, step - 1);
+    checkpoints.announce(step, {});
+    trained.train(run, 1 + more);
+    trained.pipeline->drain();
+    testing::expect_weights(*trained.pipeline, unbroken);
+    EXPECT_EQ(checkpoints.load_latest(contents), step);
+    trained.minibatches = step;
+    trained.after_update = nullptr;
+    trained.train(run, more);
+    trained.pipeline->drain();
+    testing::expect_weights(*trained.pipeline, resumed);
   });
 }
 

@@ -60,8 +60,8 @@ std::vector<Microbatch> tower_minibatch(std::int64_t number, int microbatches, a
   return minibatch;
 }
 
-std::vector<Microbatch> minibatch_of(const OracleRun& run, std::int64_t number) {
-  auto minibatch = tower_minibatch(number, run.microbatches);
+std::vector<Microbatch> minibatch_of(const OracleRun& run, std::int64_t number, at::Device device) {
+  auto minibatch = tower_minibatch(number, run.microbatches, device);
   if (run.weighed)
     for (std::size_t at = 0; at < minibatch.size(); ++at)
       minibatch[at].weight = static_cast<double>((number + 2 * static_cast<std::int64_t>(at)) % 3);

@@ -35,7 +35,7 @@ struct OracleRun {
 };
 
 // That the run trains with.
-std::vector<Microbatch> minibatch_of(const OracleRun& run, std::int64_t number);
+std::vector<Microbatch> minibatch_of(const OracleRun& run, std::int64_t number, at::Device device = at::kCPU);
 
 // Goes through minibatches in order.
 class Oracle {

@@ -18,6 +18,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/optim/optimizer.h"
 #include "tests/pipeline/pipedream_oracle.h"
+#include "tests/pipeline/pipedream_trained.h"
 #include "tests/support/ranks.h"
 #include "tests/support/thrown.h"
 
@@ -26,68 +27,15 @@ namespace bonfire::pipedream_test {
 namespace {
 
 using schedule::WeightMode;
+using testing::expect_weights;
 using testing::Oracle;
 using testing::OracleRun;
+using testing::robin_of;
+using testing::run_of;
 using testing::run_ranks;
+using testing::Trained;
 
 constexpr auto modes = {WeightMode::stashing, WeightMode::vertical, WeightMode::two_buffers, WeightMode::flush};
-
-schedule::RoundRobin robin_of(const OracleRun& run) {
-  return {.replicas = run.replicas, .mode = schedule::weight_mode(run.mode).value(), .microbatches = run.microbatches};
-}
-
-// One Unit a stage, but two for the last.
-OracleRun run_of(std::vector<int> replicas, WeightMode mode, int microbatches = 0) {
-  OracleRun run{.units = std::vector<int>(replicas.size(), 1), .replicas = replicas, .mode = std::string(name_of(mode))};
-  run.units.back() = 2;
-  run.microbatches =
-      microbatches > 0 ? microbatches : schedule::endless_shape({.replicas = replicas, .mode = mode}).microbatches;
-  return run;
-}
-
-struct Trained {
-  std::unique_ptr<PipeDream> pipeline;
-  std::unique_ptr<Optimizer> optimizer;
-  std::vector<StageUpdate> updates;
-  std::int64_t minibatches = 0;
-
-  Trained(const World& world, const OracleRun& run) {
-    const int units = std::accumulate(run.units.begin(), run.units.end(), 0);
-    std::vector<UnitRange> stages;
-    for (int begin = 0; const int count : run.units) {
-      stages.push_back({begin, begin + count});
-      begin += count;
-    }
-    pipeline = std::make_unique<PipeDream>(
-        world.mesh({.pipeline = world.size()}), testing::tower(units),
-        PipeDreamOptions{
-            .robin = robin_of(run), .stages = stages, .stash = run.stash, .example = testing::tower_minibatch(0, 1)[0]});
-    if (run.adam)
-      optimizer = std::make_unique<Adam>(*pipeline, AdamOptions{.lr = run.lr});
-    else
-      optimizer = std::make_unique<Sgd>(*pipeline, SgdOptions{.lr = run.lr, .momentum = run.momentum});
-    pipeline->on_update([this, clip = run.clip](const StageUpdate& update) {
-      updates.push_back(update);
-      optimizer->step({.clip = clip});
-    });
-  }
-
-  void train(const OracleRun& run, std::int64_t count) {
-    for (const auto end = minibatches + count; minibatches < end; ++minibatches)
-      pipeline->admit(testing::minibatch_of(run, minibatches));
-  }
-};
-
-// Of the newest weights of this rank's stage. REQUIRES: nothing is on its way.
-void expect_weights(PipeDream& pipeline, const Oracle& oracle) {
-  const auto expected = oracle.weights();
-  const auto whole = pipeline.engine().full_parameters();
-  for (const auto& item : pipeline.module().named_parameters()) {
-    const auto& other = expected.at(item.key());
-    EXPECT_LT((item.value() - other).norm().item<double>(), 1e-12 * other.norm().item<double>())
-        << item.key() << " of stage " << pipeline.stage();
-  }
-}
 
 // The stage with most replicas is updated so often.
 std::int64_t minibatches_for(const OracleRun& run, int updates) {
