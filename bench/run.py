@@ -13,6 +13,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 BENCH = pathlib.Path(__file__).resolve().parent
@@ -222,12 +223,69 @@ class Bench:
     def pipeline(self):
         self.text("pipeline", "Measured and simulated pipeline bubbles, with synthetic layers", "pipeline")
 
+    def pipedream(self):
+        """Stages that sleep: how near a full pipeline is to its slowest stage, and what it gains over one that is flushed."""
+        partition = [self.options.command, "partition", "tests/plan/pipedream_profiles.json", "--model", "vgg16", "--cluster",
+                     "16@3.125e9", "--json"]
+        answer = subprocess.run(partition, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+        def case(replicas, mode, *words):
+            ranks = sum(int(count) for count in replicas.split(","))
+            return self.program("pipedream", "--ranks", str(ranks), "--replicas", replicas, "--mode", mode, *words)
+
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as costs:
+            costs.write(answer)
+            costs.flush()
+            full = {f"{mode} | {replicas.replace(',', '-')}": case(replicas, mode)
+                    for replicas in ("1,1,1,1", "3,1", "7,1") for mode in ("pipedream", "pipedream-vertical")}
+            full["pipedream-2bw | 1-1-1-1"] = case("1,1,1,1", "pipedream-2bw", "--microbatches", "8", "--minibatches", "6")
+            vgg = "pipedream | 15-1, VGG16 as published"
+            full[vgg] = self.program("pipedream", "--ranks", "16", "--mode", "pipedream", "--costs", costs.name)
+            gains = {f"{mode} | 1-1-1-1 | {m}": case("1,1,1,1", mode, "--against", "pipedream-flush", "--microbatches", str(m),
+                                                     "--minibatches", "12" if m < 8 else "8")
+                     for m in (4, 8) for mode in ("pipedream", "pipedream-2bw")}
+            results = {name: [] for name in [*full, *gains]}
+            for repeat in range(self.options.repeats):
+                for name, command in (full | gains).items():
+                    results[name].append(measure(command))
+                    print(f"{repeat + 1}/{self.options.repeats}  {name}", flush=True)
+        most_over = 0.03
+
+        def median_of(name, of):
+            return statistics.median(of(result) for result in results[name])
+
+        lines = [f"Synthetic Units that sleep, a process for each rank; medians of {self.options.repeats} interleaved repeats. A minibatch: from one "
+                 "update of the last stage to the next, in the full pipeline. The slowest stage is what its sleeping has really taken, divided "
+                 "by its replicas. VGG16: the partition of its published profile on 16 ranks, whose shortest forward sleeps for 20 ms.", "",
+                 "| schedule | replicas | minibatch, ms | slowest stage, ms | ratio | whole run, ms | simulated, ms | ratio |",
+                 "|---|---|---|---|---|---|---|---|"]
+        ratios, whole = [], []
+        for name in full:
+            ratios.append(median_of(name, lambda r: r["minibatch_ms"] / r["slowest_ms"]))
+            whole.append(median_of(name, lambda r: r["whole_ms"] / r["simulated_ms"]))
+            lines.append(f"| {name} | {median_of(name, lambda r: r['minibatch_ms']):.1f} | {median_of(name, lambda r: r['slowest_ms']):.1f} | "
+                         f"{ratios[-1]:.4f} | {median_of(name, lambda r: r['whole_ms']):.0f} | "
+                         f"{median_of(name, lambda r: r['simulated_ms']):.0f} | {whole[-1]:.4f} |")
+        lines += ["", "How many times longer the same minibatches take with a flush after each of them (1F1B), p stages and m microbatches, from an "
+                  "empty pipeline to an empty one:", "",
+                  "| schedule | stages | m | gain | simulated | ratio |", "|---|---|---|---|---|---|"]
+        off = []
+        for name in gains:
+            off.append(median_of(name, lambda r: r["gain"] / r["simulated_gain"]))
+            lines.append(f"| {name} | {median_of(name, lambda r: r['gain']):.3f} | {median_of(name, lambda r: r['simulated_gain']):.3f} | {off[-1]:.4f} |")
+        steady = max(ratios) <= 1 + most_over
+        gain = all(abs(ratio - 1) <= most_over for ratio in off)
+        lines += ["", f"The criteria: a minibatch of the full pipeline at most {most_over:.0%} over the slowest stage: {'met' if steady else 'missed'}. "
+                  f"The gain within {most_over:.0%} of the simulated one: {'met' if gain else 'missed'}."]
+        shown = [[word if word != costs.name else "partition.json" for word in command] for command in (full | gains).values()]
+        self.write("pipedream", "PipeDream's speed, with synthetic layers", lines, [[*partition, ">", "partition.json"], *shown], results)
+
     def split_products(self):
         self.text("split_products", "Products of split layers beside their exchanges", "split_products")
 
 
 def main():
-    benches = ["small_llama", "sharded", "wrapping", "waiting", "overlap", "prefetch", "pipeline", "split_products"]
+    benches = ["small_llama", "sharded", "wrapping", "waiting", "overlap", "prefetch", "pipeline", "pipedream", "split_products"]
     parser = argparse.ArgumentParser()
     parser.add_argument("--peers", default="peers", help="folder of the peers' environment")
     parser.add_argument("--command", default="build/bonfire")

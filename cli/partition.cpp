@@ -1,6 +1,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 
@@ -24,6 +25,7 @@ namespace {
 
 struct PartitionArguments {
   std::string profile, model, cluster, schedule = "pipedream", memory, output, config;
+  int microbatches = 0;
   bool json = false;
 };
 
@@ -31,6 +33,7 @@ struct Answer {
   plan::Profile profile;
   plan::Topology topology;
   plan::Partition partition;
+  schedule::WeightMode mode = schedule::WeightMode::stashing;
 };
 
 Answer answer(const PartitionArguments& arguments) {
@@ -38,10 +41,10 @@ Answer answer(const PartitionArguments& arguments) {
   if (!mode) fail_config("--schedule '{}'; allowed: {}", arguments.schedule, fmt::join(schedule::pipedream_names(), ", "));
   Answer answer{.profile = plan::read_profile(arguments.profile, arguments.model),
                 .topology = plan::parse_topology(arguments.cluster)};
+  answer.mode = *mode;
   if (!arguments.config.empty()) {
     Config config = load_config(arguments.config);
-    config.layout = {};
-    std::erase_if(config.origin, [](const auto& entry) { return entry.first.starts_with("layout."); });
+    keep_units_alone(config);
     resolve(config, 1);
     require_same_model(answer.profile, arguments.profile, config);
   }
@@ -50,7 +53,8 @@ Answer answer(const PartitionArguments& arguments) {
     if (!answer.topology.memory || *answer.topology.memory <= 0)
       fail_config("--memory '{}' is no size; allowed: bytes of a rank, such as 16GiB", arguments.memory);
   }
-  answer.partition = plan::partition(answer.profile, answer.topology, *mode);
+  answer.partition =
+      plan::partition(answer.profile, answer.topology, {.mode = *mode, .microbatches = arguments.microbatches});
   return answer;
 }
 
@@ -61,7 +65,7 @@ std::string units_of(const plan::Profile& profile, const plan::PartitionedStage&
 }
 
 void print_people(const PartitionArguments& arguments, const Answer& answer) {
-  const auto& [profile, topology, partition] = answer;
+  const auto& [profile, topology, partition, mode] = answer;
   const auto minibatch = profile.batch > 0 ? fmt::format(", minibatches of {} samples", profile.batch) : "";
   fmt::print("{}: {} Units{} on {} ranks, schedule {}\n\n", profile.model, profile.units.size(), minibatch, topology.ranks(),
              arguments.schedule);
@@ -82,7 +86,7 @@ void print_people(const PartitionArguments& arguments, const Answer& answer) {
 }
 
 void print_json(const PartitionArguments& arguments, const Answer& answer) {
-  const auto& [profile, topology, partition] = answer;
+  const auto& [profile, topology, partition, mode] = answer;
   auto stages = nlohmann::ordered_json::array();
   int first = 0;
   for (const auto& stage : partition.stages) {
@@ -107,15 +111,30 @@ void print_json(const PartitionArguments& arguments, const Answer& answer) {
                                     {"ranks", topology.ranks()},
                                     {"stages", std::move(stages)},
                                     {"in_flight", partition.in_flight},
+                                    {"microbatches", partition.microbatches},
                                     {"minibatch_ms", 1e3 * partition.seconds},
                                     {"data_parallel_ms", 1e3 * partition.data_parallel_seconds},
                                     {"one_rank_ms", 1e3 * partition.one_rank_seconds}};
   fmt::print("{}\n", json.dump());
 }
 
+// What other keys must be like.
+std::string needs_of(const Answer& answer) {
+  const auto& partition = answer.partition;
+  std::int64_t round = 1;
+  for (const auto& stage : partition.stages) round = std::lcm(round, std::int64_t{stage.replicas});
+  const std::string steps =
+      round == 1
+          ? ""
+          : fmt::format("# train.steps, train.eval_every and checkpoint.every: multiples of {}, where they are given\n",
+                        round);
+  const bool shares = answer.mode == schedule::WeightMode::two_buffers || answer.mode == schedule::WeightMode::flush;
+  return shares ? fmt::format("# train.batch / train.microbatch: {} microbatches\n", partition.microbatches) : steps;
+}
+
 // The keys of a configuration that runs it.
 std::string layout_of(const PartitionArguments& arguments, const Answer& answer) {
-  const auto& [profile, topology, partition] = answer;
+  const auto& [profile, topology, partition, mode] = answer;
   std::vector<std::size_t> units;
   std::vector<int> replicas;
   for (const auto& stage : partition.stages) {
@@ -123,10 +142,10 @@ std::string layout_of(const PartitionArguments& arguments, const Answer& answer)
     replicas.push_back(stage.replicas);
   }
   return fmt::format(
-      "# {} on {} ranks: bonfire partition {} --cluster {}\n[layout]\nschedule = \"{}\"\npipeline = {}\nstages = [{}]\n"
+      "# {} on {} ranks: bonfire partition {} --cluster {}\n{}[layout]\nschedule = \"{}\"\npipeline = {}\nstages = [{}]\n"
       "replicas = [{}]\n",
       profile.model, topology.ranks(), std::filesystem::path(arguments.profile).filename().string(), arguments.cluster,
-      arguments.schedule, units.size(), fmt::join(units, ", "), fmt::join(replicas, ", "));
+      needs_of(answer), arguments.schedule, units.size(), fmt::join(units, ", "), fmt::join(replicas, ", "));
 }
 
 void write_layout(const PartitionArguments& arguments, const Answer& answer) {
@@ -159,6 +178,11 @@ void add_partition(CLI::App& program, int& exit_code) {
       ->add_option("--schedule", arguments->schedule,
                    fmt::format("{} (default: pipedream)", fmt::join(schedule::pipedream_names(), ", ")))
       ->type_name("NAME");
+  command
+      ->add_option("--microbatches", arguments->microbatches,
+                   "Microbatches of a minibatch (default: as in the profile); pipedream-2bw and pipedream-flush need them")
+      ->check(CLI::Range(1, 1 << 20))
+      ->type_name("M");
   command->add_option("--memory", arguments->memory, "Memory limit of a rank, such as 16GiB (default: none)")
       ->type_name("BYTES");
   command->add_option("--for", arguments->config, "A configuration: refuse a profile of another model, batch or device")

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <CLI/App.hpp>
 #include <nlohmann/json.hpp>
 
@@ -69,8 +70,20 @@ void spread_over(Config& config, int ranks) {
 
 Question ask(const PlanArguments& arguments) {
   Question question{.config = load_config(arguments.config.file, arguments.config.overrides)};
-  if (question.config.layout.pipeline > 1 || runs_pipedream(question.config))
-    fail_key(question.config, "layout.pipeline", "the memory table covers data parallelism only; allowed here: 1");
+  const bool asynchronous = runs_pipedream(question.config);
+  if (question.config.layout.pipeline > 1 && !asynchronous)
+    fail_key(question.config, "layout.pipeline",
+             fmt::format("the memory table covers data parallelism only; allowed here: 1, or with layout.schedule = {} any",
+                         fmt::join(schedule::pipedream_names(), " | ")));
+  if (asynchronous) {
+    if (arguments.gpus || arguments.cap)
+      fail_key(question.config, "layout.schedule",
+               fmt::format("stages and replicas are those of the file, and --{} asks for another layout; allowed: neither "
+                           "--gpus nor --cap",
+                           arguments.gpus ? "gpus" : "cap"));
+    resolve(question.config, question.config.ranks());
+    return question;
+  }
   // A rank's part of the batch, and with it activations, follow from how many there are.
   if (arguments.gpus) spread_over(question.config, *arguments.gpus);
   resolve(question.config, question.config.ranks());
@@ -256,6 +269,61 @@ void print_json(const Question& question, const std::vector<plan::MemoryRow>& ro
   fmt::print("{}\n", answer.dump());
 }
 
+std::string stage_words(const schedule::RoundRobin& robin) {
+  const bool shares = robin.mode == schedule::WeightMode::two_buffers || robin.mode == schedule::WeightMode::flush;
+  return shares ? "microbatches" : "minibatches";
+}
+
+// PipeDream's stages, beside data parallelism on as many ranks.
+void print_stages(const Config& config) {
+  const auto robin = robin_of(config);
+  const auto model = model_of(config);
+  fmt::print(
+      "{}: {}, {} parameters in {} Units; {} on {} ranks, replicas {}, minibatches of {} microbatches of {} samples\n\n",
+      config.file, config.model.type, format_count(model.parameter_elements()), plan::chain_of(model).size(),
+      config.layout.schedule, robin.ranks(), fmt::join(robin.replicas, "-"), robin.microbatches, config.train.microbatch);
+  fmt::print("{:>5} {:>6} {:>8} {:>9} {:>8} {:>11} {:>11} {:>11} {:>11} {:>11}\n", "stage", "Units", "replicas", "in flight",
+             "versions", "weights", "gradients", "optimizer", "activations", "peak");
+  const auto stages = predict_stages(config);
+  for (std::size_t at = 0; at < stages.size(); ++at) {
+    const auto& [first, units, replicas, in_flight, versions, memory] = stages[at];
+    fmt::print("{:>5} {:>6} {:>8} {:>9} {:>8} {:>11} {:>11} {:>11} {:>11} {:>11}\n", at, units, replicas, in_flight,
+               versions, format_bytes(memory.state.parameters + memory.state.masters), format_bytes(memory.state.gradients),
+               format_bytes(memory.state.optimizer), format_bytes(memory.activations), format_bytes(memory.total()));
+  }
+  const Config beside = beside_data_parallel(config);
+  fmt::print(
+      "\nin flight: {} on each rank of a stage. weights: all versions, and the masters that updates change where there are "
+      "several.\npeak: of a rank. Data parallelism on {} ranks, with batches of {} samples: {}\n",
+      stage_words(robin), robin.ranks(), beside.train.batch, format_bytes(predict_memory(beside).total()));
+}
+
+void print_stages_json(const Config& config) {
+  using Json = nlohmann::ordered_json;
+  const Config beside = beside_data_parallel(config);
+  Json answer{
+      {"parameters", model_of(config).parameter_elements()},
+      {"ranks", config.ranks()},
+      {"schedule", config.layout.schedule},
+      {"microbatch", config.train.microbatch},
+      {"memory_bytes", predict_memory(config).total()},
+      {"stages", Json::array()},
+      {"data_parallel",
+       {{"ranks", beside.ranks()}, {"batch", beside.train.batch}, {"memory_bytes", predict_memory(beside).total()}}}};
+  for (const auto& stage : predict_stages(config))
+    answer["stages"].push_back({{"first_unit", stage.first_unit},
+                                {"units", stage.units},
+                                {"replicas", stage.replicas},
+                                {"in_flight", stage.in_flight},
+                                {"versions", stage.versions},
+                                {"weights_bytes", stage.memory.state.parameters + stage.memory.state.masters},
+                                {"gradient_bytes", stage.memory.state.gradients},
+                                {"optimizer_bytes", stage.memory.state.optimizer},
+                                {"activation_bytes", stage.memory.activations},
+                                {"memory_bytes", stage.memory.total()}});
+  fmt::print("{}\n", answer.dump());
+}
+
 }  // namespace
 
 void add_plan(CLI::App& program, int& exit_code) {
@@ -277,6 +345,11 @@ void add_plan(CLI::App& program, int& exit_code) {
       fail_config(
           "plan: a layout cannot be chosen automatically yet; allowed: --memory, which lists the memory of all layouts");
     const Question question = ask(*arguments);
+    exit_code = kDone;
+    if (runs_pipedream(question.config)) {
+      arguments->json ? print_stages_json(question.config) : print_stages(question.config);
+      return;
+    }
     const auto rows = plan::memory_table(question.model, question.layout, question.options, question.ranks);
     std::optional<std::int64_t> cap;
     if (arguments->cap) cap = static_cast<std::int64_t>(*arguments->cap * (1 << 30));
@@ -284,7 +357,6 @@ void add_plan(CLI::App& program, int& exit_code) {
       print_json(question, rows, cap);
     else
       print_words(question, rows, cap);
-    exit_code = kDone;
   });
 }
 

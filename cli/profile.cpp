@@ -24,7 +24,8 @@ struct ProfileArguments {
 };
 
 void print_profile(const plan::Profile& profile) {
-  fmt::print("{}; minibatches of {} samples on {}\n\n", profile.model, profile.batch, profile.device);
+  fmt::print("{}; minibatches of {} samples in microbatches of {}, on {}\n\n", profile.model, profile.batch,
+             profile.microbatch, profile.device);
   fmt::print("{:<16} {:>12} {:>10} {:>12} {:>10} {:>11} {:>11} {:>11}\n", "Unit", "forward", "spread", "backward", "spread",
              "output", "parameters", "saved");
   for (const auto& unit : profile.units)
@@ -36,8 +37,7 @@ void print_profile(const plan::Profile& profile) {
 void profile(const ProfileArguments& arguments) {
   Config config = load_config(arguments.config.file, arguments.config.overrides);
   // Of one rank, whatever layout it is for.
-  config.layout = {};
-  std::erase_if(config.origin, [](const auto& entry) { return entry.first.starts_with("layout."); });
+  keep_units_alone(config);
   resolve(config, 1);
   const auto measured = profile_model(config, arguments.repeats);
   const auto text = plan::to_json(measured);

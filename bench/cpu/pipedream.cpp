@@ -1,15 +1,18 @@
-// How fast is PipeDream? Stages that sleep instead of computing, a process each, compared with the slowest stage and with
-// the simulation of the same table.
+// How fast is PipeDream? Stages that sleep instead of computing, a process each, compared with the slowest stage, with the
+// simulation of the same table, and with the same stages under another schedule.
 //
 //   bench_pipedream --ranks 8 --replicas 7,1 [--mode pipedream] [--minibatches 56] [--microbatches 1] [--seconds 0.02]
+//                   [--against pipedream-flush] [--costs PARTITION.json]
 //
-// A stage with r replicas takes r times as long, so that all stages are as fast: --seconds for the forward and twice that
-// for the backward of a stage without replicas. Prints one line: a minibatch in the full pipeline, the slowest stage, and
-// the whole run, from an empty pipeline to an empty one, measured and simulated.
+// A stage with r replicas takes r times as long, so that all stages are as fast: --seconds for the forward of a microbatch
+// and twice that for the backward of a stage without replicas. With --costs, replicas and the proportions of the stages are
+// those of a partition (bonfire partition --json); the shortest forward takes --seconds then. Prints one JSON object: a
+// minibatch in the full pipeline, the slowest stage, and the whole run, from an empty pipeline to an empty one, measured and
+// simulated; with --against, the same of the other schedule, and how many times longer that takes, measured and simulated.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <fstream>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -24,6 +27,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/nn/module.h>
+#include <nlohmann/json.hpp>
 
 #include "bonfire/base/clock.h"
 #include "bonfire/base/error.h"
@@ -42,8 +46,10 @@ constexpr std::int64_t elements = 8 * 1024;  // 32 KiB a message
 struct Asked {
   std::vector<int> replicas{1, 1, 1, 1};
   std::string mode = "pipedream";
-  int minibatches = 0, microbatches = 1;
+  std::string against;                    // empty: nothing
+  int minibatches = 0, microbatches = 1;  // 0: some
   double seconds = 0.02;
+  std::vector<double> forwards;  // of a microbatch, by stage; a backward takes twice as long
 };
 
 // What sleeping has really taken.
@@ -87,21 +93,29 @@ struct BlockImpl : torch::nn::Module {
   at::Tensor weight;
 };
 
-void run(const World& world, const Asked& asked) {
-  at::set_num_threads(1);
-  const auto mode = schedule::weight_mode(asked.mode);
-  if (!mode) fail_config("--mode '{}'; allowed: {}", asked.mode, fmt::join(schedule::pipedream_names(), ", "));
-  schedule::RoundRobin robin{.replicas = asked.replicas, .mode = *mode, .microbatches = asked.microbatches};
+// In seconds.
+struct Measured {
+  int minibatches = 0;
+  double minibatch = 0, slowest = 0, whole = 0, simulated = 0;
+};
+
+schedule::WeightMode mode_of(const std::string& name) {
+  const auto mode = schedule::weight_mode(name);
+  if (!mode) fail_config("schedule '{}'; allowed: {}", name, fmt::join(schedule::pipedream_names(), ", "));
+  return *mode;
+}
+
+// Collective. Measured on the first rank.
+Measured measure(const World& world, const Asked& asked, const std::string& mode) {
+  schedule::RoundRobin robin{.replicas = asked.replicas, .mode = mode_of(mode), .microbatches = asked.microbatches};
   const int stages = static_cast<int>(robin.replicas.size());
   const int full = schedule::endless_shape(robin).minibatches;
-  robin.minibatches = asked.minibatches > 0 ? asked.minibatches : 4 * full;
   Slept forward, backward;
   Chain chain;
   for (int unit = 0; unit < stages; ++unit) chain.units.push_back(fmt::format("sleep {}", unit));
   chain.build = [&](UnitRange units) {
-    const double scale = robin.replicas[static_cast<std::size_t>(units.begin)] * asked.seconds;
-    forward.seconds = scale;
-    backward.seconds = 2 * scale;
+    forward.seconds = asked.forwards[static_cast<std::size_t>(units.begin)];
+    backward.seconds = 2 * forward.seconds;
     auto block = std::make_shared<BlockImpl>(forward, backward);
     return StageModule{block, [block, last = units.end == stages](Tensors values, const Microbatch&) {
                          auto out = block->forward(values[0]);
@@ -128,19 +142,17 @@ void run(const World& world, const Asked& asked) {
     return seconds_since(begin);
   };
   // Connections are made in the first run.
-  robin.minibatches = full;
+  robin.minibatches = robin.round();
   go();
-  robin.minibatches = asked.minibatches > 0 ? asked.minibatches : 4 * full;
+  robin.minibatches = asked.minibatches;
   forward = {.seconds = forward.seconds};
   backward = {.seconds = backward.seconds};
-  const double whole = go();
+  Measured measured{.minibatches = robin.minibatches, .whole = go()};
 
   // Of the last stage's first replica: updates of a full pipeline.
   const int skip = std::min<int>(full, static_cast<int>(updates.size()) / 4);
   const auto first = static_cast<std::size_t>(skip), last = updates.size() - 1 - static_cast<std::size_t>(skip);
-  const int round = robin.mode == schedule::WeightMode::stashing || robin.mode == schedule::WeightMode::vertical
-                        ? robin.replicas.back()
-                        : 1;
+  const int round = robin.round() == 1 ? 1 : robin.replicas.back();
   const double steady =
       1e-9 * static_cast<double>(updates[last] - updates[first]) / static_cast<double>(last - first) / round;
   auto mine = at::zeros({3}, at::kDouble);
@@ -149,33 +161,76 @@ void run(const World& world, const Asked& asked) {
   mine[2] = steady;
   auto all = at::zeros({3 * world.size()}, at::kDouble);
   world.group().all_gather(all, mine).wait();
-  if (world.rank() != 0) return;
   const auto of = [&](int rank, int what) { return all[3 * rank + what].item<double>(); };
-  double slowest = 0;
   for (int stage = 0; stage < stages; ++stage)
-    slowest = std::max(slowest, (of(robin.first_rank(stage), 0) + of(robin.first_rank(stage), 1)) /
-                                    robin.replicas[static_cast<std::size_t>(stage)]);
+    measured.slowest =
+        std::max(measured.slowest, robin.microbatches * (of(robin.first_rank(stage), 0) + of(robin.first_rank(stage), 1)) /
+                                       robin.replicas[static_cast<std::size_t>(stage)]);
+  measured.minibatch = of(robin.first_rank(stages - 1), 2);
+  // What sleeping has really taken is what the clock is given.
   schedule::Costs costs;
   costs.action = [&](const schedule::Action& action) {
     if (action.kind != schedule::Kind::forward && action.kind != schedule::Kind::backward) return 0.0;
     return of(robin.first_rank(action.stage), action.kind == schedule::Kind::forward ? 0 : 1);
   };
-  const double simulated =
-      schedule::simulate(schedule::lower(schedule::pipedream(robin), {.reductions = true}), costs).makespan;
-  const double per_minibatch = of(robin.first_rank(stages - 1), 2);
-  std::printf("%-18s %-10s %4d x %-2d %10.1f %10.1f %8.4f %11.1f %11.1f %8.4f\n", asked.mode.c_str(),
-              fmt::format("{}", fmt::join(robin.replicas, "-")).c_str(), robin.minibatches, robin.microbatches,
-              1e3 * per_minibatch, 1e3 * slowest * robin.microbatches, per_minibatch / (slowest * robin.microbatches),
-              1e3 * whole, 1e3 * simulated, whole / simulated);
+  measured.simulated = schedule::simulate(schedule::lower(schedule::pipedream(robin), {.reductions = true}), costs).makespan;
+  return measured;
+}
+
+nlohmann::ordered_json to_json(const std::string& mode, const Asked& asked, const Measured& measured) {
+  return {{"schedule", mode},
+          {"replicas", asked.replicas},
+          {"minibatches", measured.minibatches},
+          {"microbatches", asked.microbatches},
+          {"minibatch_ms", 1e3 * measured.minibatch},
+          {"slowest_ms", 1e3 * measured.slowest},
+          {"whole_ms", 1e3 * measured.whole},
+          {"simulated_ms", 1e3 * measured.simulated}};
+}
+
+void run(const World& world, Asked asked) {
+  at::set_num_threads(1);
+  if (asked.forwards.size() != asked.replicas.size())
+    fail_config("{} stages with times and {} with replicas", asked.forwards.size(), asked.replicas.size());
+  const schedule::RoundRobin robin{
+      .replicas = asked.replicas, .mode = mode_of(asked.mode), .microbatches = asked.microbatches};
+  if (asked.minibatches == 0) asked.minibatches = 4 * schedule::endless_shape(robin).minibatches;
+  const auto measured = measure(world, asked, asked.mode);
+  auto answer = to_json(asked.mode, asked, measured);
+  if (!asked.against.empty()) {
+    const auto other = measure(world, asked, asked.against);
+    answer["against"] = to_json(asked.against, asked, other);
+    answer["gain"] = other.whole / measured.whole;
+    answer["simulated_gain"] = other.simulated / measured.simulated;
+  }
+  if (world.rank() == 0) std::printf("%s\n", answer.dump().c_str());
+}
+
+// Replicas, and the times of stages in proportion.
+void take_costs(Asked& asked, const std::string& file) {
+  std::ifstream in(file);
+  const auto partition = nlohmann::json::parse(in, nullptr, /*allow_exceptions=*/false);
+  if (!partition.is_object() || !partition.contains("stages"))
+    fail_config("--costs {}: is no partition as bonfire partition --json prints", file);
+  asked.replicas.clear();
+  for (const auto& stage : partition.at("stages")) {
+    asked.replicas.push_back(stage.at("replicas").get<int>());
+    asked.forwards.push_back(stage.at("compute_ms").get<double>());
+  }
+  const double least = *std::min_element(asked.forwards.begin(), asked.forwards.end());
+  for (auto& seconds : asked.forwards) seconds *= asked.seconds / least;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   Asked asked;
+  std::string costs;
   for (int at = 1; at + 1 < argc; ++at) {
     const std::string option = argv[at], value = argv[at + 1];
     if (option == "--mode") asked.mode = value;
+    if (option == "--against") asked.against = value;
+    if (option == "--costs") costs = value;
     if (option == "--minibatches") asked.minibatches = std::stoi(value);
     if (option == "--microbatches") asked.microbatches = std::stoi(value);
     if (option == "--seconds") asked.seconds = std::stod(value);
@@ -184,5 +239,11 @@ int main(int argc, char** argv) {
     std::istringstream words(value);
     for (std::string word; std::getline(words, word, ',');) asked.replicas.push_back(std::stoi(word));
   }
-  return bonfire::launch(argc, argv, [&](bonfire::World& world) { run(world, asked); });
+  return bonfire::launch(argc, argv, [&](bonfire::World& world) {
+    if (costs.empty())
+      for (const int replicas : asked.replicas) asked.forwards.push_back(replicas * asked.seconds);
+    else
+      take_costs(asked, costs);
+    run(world, asked);
+  });
 }

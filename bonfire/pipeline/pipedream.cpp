@@ -96,6 +96,8 @@ void require_kept(const Mesh& mesh, const Chain& chain, const PipeDreamOptions& 
 
 }  // namespace
 
+std::int64_t most_without_drain(const RoundRobin& robin) { return (std::int64_t{1} << 30) / robin.microbatches; }
+
 schedule::Schedule pipedream_table(const RoundRobin& robin) {
   const std::string name(schedule::name_of(robin.mode));
   // Long enough for all that happens in a full pipeline.
@@ -111,6 +113,11 @@ schedule::Schedule pipedream_table(const RoundRobin& robin) {
       require(versions.of[rank][cell] == formula, "schedule {}: rank {}, '{}': the table has version {} and the formula {}",
               name, rank, schedule::to_text(action), versions.of[rank][cell], formula);
     }
+  for (std::size_t rank = 0; rank < table.rows.size(); ++rank) {
+    const int stage = table.rows[rank].front().stage, kept = schedule::most_versions(robin, stage);
+    require(versions.held[rank] <= kept, "schedule {}: rank {} needs {} versions of stage {} at once, and keeps {}", name,
+            rank, versions.held[rank], stage, kept);
+  }
   return table;
 }
 
@@ -297,8 +304,9 @@ void PipeDream::State::update() {
   const int round = in_turn ? robin.replicas[static_cast<std::size_t>(number)] : 1;
   const int local = weights->updates();
   const int first_of_round = local * round, own = first_of_round + (in_turn ? me() - robin.first_rank(number) : 0);
-  // What was really used, beside what the mode says of this replica's part of the update.
-  const int formula = local - schedule::version_of(robin, number, own * robin.microbatches);
+  // What was really used, beside what the mode says of this replica's part of the update. Weights that never change are
+  // never old.
+  const int formula = weights->changes() ? local - schedule::version_of(robin, number, own * robin.microbatches) : 0;
   require(weights->staleness() == formula, "{}: update {} has gradients of weights {} updates old; schedule {} says {}",
           stage().name(), updates, weights->staleness(), schedule::name_of(robin.mode), formula);
   require(on_update != nullptr, "an update of {} and nobody who makes it: see PipeDream::on_update", stage().name());
@@ -354,6 +362,8 @@ void PipeDream::admit(const std::vector<Microbatch>& minibatch) {
           minibatch.size(), schedule::name_of(state.options.robin.mode), each);
   const auto weights = state.weigh(minibatch);
   require(weights.said || weights.total > 0, "a minibatch without samples");
+  const auto most = most_without_drain(state.options.robin);
+  require(state.here < most, "{} minibatches have been admitted since the last drain; allowed: up to {}", state.here, most);
   if (state.here == 0) {
     state.stage().driver().begin_step();
     // Something may have been loaded, or frozen, since the last run.

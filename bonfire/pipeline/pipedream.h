@@ -35,6 +35,10 @@ struct PipeDreamOptions {
 // ranks.
 BONFIRE_API schedule::Schedule pipedream_table(const schedule::RoundRobin& robin);
 
+// Minibatches that can be admitted one after the other: microbatches have numbers, which begin anew when the pipeline has
+// run empty.
+BONFIRE_API std::int64_t most_without_drain(const schedule::RoundRobin& robin);
+
 // An update of this rank's stage that has been made.
 struct StageUpdate {
   std::int64_t number = 0;     // of the stage, from 0

@@ -32,14 +32,24 @@ PipeDreamRow::PipeDreamRow(schedule::RoundRobin robin, int rank, int receive_ahe
   int full = 0;
   for (int stage = 0; stage < static_cast<int>(robin_.replicas.size()); ++stage)
     full = std::max(full, schedule::in_flight(robin_, stage) * robin_.replicas[static_cast<std::size_t>(stage)]);
+  const auto own = static_cast<std::size_t>(rank_);
+  in_prologue_ = std::count_if(endless_.prologue.rows[own].begin(), endless_.prologue.rows[own].end(), computes);
+  in_period_ = std::count_if(endless_.period.rows[own].begin(), endless_.period.rows[own].end(), computes);
   const bool by_minibatch = robin_.mode == schedule::WeightMode::stashing || robin_.mode == schedule::WeightMode::vertical;
   window_ = by_minibatch ? (full + 2 * robin_.round()) * robin_.microbatches : full + 2 * robin_.microbatches;
 }
 
-std::vector<Action> PipeDreamRow::row_of(int minibatches) const {
-  if (minibatches >= endless_.least_minibatches)
-    return schedule::unrolled_row(endless_, rank_,
-                                  1 + (minibatches - endless_.least_minibatches) / endless_.period_minibatches);
+std::vector<Action> PipeDreamRow::row_of(int minibatches) {
+  dropped_ = 0;
+  if (minibatches >= endless_.least_minibatches) {
+    schedule::Periods periods{.count = 1 + (minibatches - endless_.least_minibatches) / endless_.period_minibatches};
+    // No receive that was put off lies further behind than a window.
+    const int kept = 2 + window_ / endless_.microbatches;
+    const std::int64_t passed = (computed_ - in_prologue_) / in_period_ - kept;
+    periods.skipped = static_cast<int>(std::clamp<std::int64_t>(passed, 0, periods.count));
+    if (periods.skipped > 0) dropped_ = in_prologue_ + periods.skipped * in_period_;
+    return schedule::unrolled_row(endless_, rank_, periods);
+  }
   auto robin = robin_;
   robin.minibatches = minibatches;
   return schedule::lower(schedule::pipedream(robin), lowering_).rows[static_cast<std::size_t>(rank_)];
@@ -57,7 +67,7 @@ void PipeDreamRow::take(int minibatches) {
   next_ = 0;
   put_off_.clear();
   std::set<std::pair<Kind, int>> read;
-  for (int computed = 0; computed < computed_; ++next_)
+  for (std::int64_t computed = dropped_; computed < computed_; ++next_)
     if (computes(row_[next_].action)) {
       ++computed;
       read.insert(read_by(row_[next_].action));
@@ -114,7 +124,8 @@ std::vector<Executor::Cell> PipeDreamRow::hand_out(std::size_t end, int limit) {
 
 std::vector<Executor::Cell> PipeDreamRow::admit(int minibatches) {
   if (minibatches > horizon_) {
-    const int round = robin_.round(), wanted = std::max(2 * minibatches, endless_.least_minibatches);
+    // Enough that a row is made once for many minibatches.
+    const int round = robin_.round(), wanted = minibatches + 4 * endless_.least_minibatches;
     take((wanted + round - 1) / round * round);
   }
   const int limit = minibatches * robin_.microbatches;
@@ -132,7 +143,7 @@ void PipeDreamRow::restart() {
   horizon_ = 0;
   row_.clear();
   next_ = 0;
-  computed_ = 0;
+  computed_ = dropped_ = 0;
   posted_.clear();
   put_off_.clear();
 }

@@ -1,6 +1,7 @@
 #pragma once
 
-#include <optional>
+#include <cstddef>
+#include <cstdint>
 #include <set>
 #include <utility>
 #include <vector>
@@ -26,11 +27,13 @@ class BONFIRE_API PipeDreamRow {
 
   // Microbatches after which a microbatch is done with: no message of it is on its way, and nobody reads it.
   int window() const { return window_; }
+  // Cells that are at hand: no more, however many minibatches have come.
+  std::size_t cells_at_hand() const { return row_.size(); }
   // Where in a period an action is.
   std::size_t place(const schedule::Action& action) const;
 
  private:
-  std::vector<schedule::Action> row_of(int minibatches) const;
+  std::vector<schedule::Action> row_of(int minibatches);
   void take(int minibatches);
   std::vector<Executor::Cell> hand_out(std::size_t end, int limit);
   std::size_t end_of(int limit) const;
@@ -40,10 +43,12 @@ class BONFIRE_API PipeDreamRow {
   schedule::LowerOptions lowering_;
   schedule::Endless endless_;
   int window_ = 1;
-  int horizon_ = 0;  // minibatches of the row at hand
-  std::vector<Executor::Cell> row_;
+  std::int64_t in_prologue_ = 0, in_period_ = 0;     // computations of this rank
+  int horizon_ = 0;                                  // minibatches of the row at hand
+  std::vector<Executor::Cell> row_;                  // from some period on: what lies far behind is not in it
+  std::int64_t dropped_ = 0;                         // computations before it
   std::size_t next_ = 0;                             // the first cell that was not handed out, but for receives
-  int computed_ = 0;                                 // computations that were handed out
+  std::int64_t computed_ = 0;                        // computations that were handed out
   std::set<std::pair<schedule::Kind, int>> posted_;  // receives beyond it that were handed out
   std::vector<Executor::Cell> put_off_;              // receives before it that were not
 };

@@ -13,8 +13,11 @@ WeightVersions::WeightVersions(ScheduleDriver& driver, Options options) : driver
 
 void WeightVersions::restart() {
   require(of_forwards_.empty(), "{}: {} forwards are on their way", options_.name, of_forwards_.size());
-  generations_ = {driver_.generation()};
+  first_ = driver_.generation();
+  updates_ = 0;
 }
+
+std::int64_t WeightVersions::generation_of(int version) const { return changes() ? first_ + version : first_; }
 
 void WeightVersions::bring_in(std::int64_t generation) {
   driver_.unshard(static_cast<int>(driver_.generation() - generation));
@@ -26,7 +29,7 @@ void WeightVersions::begin_forward(int microbatch, int version) {
   require(version >= 0 && version <= updates(),
           "{}: microbatch {} needs version {} of its weights, and {} updates were made", options_.name, microbatch, version,
           updates());
-  bring_in(generations_[static_cast<std::size_t>(version)]);
+  bring_in(generation_of(version));
   of_forwards_[microbatch] = driver_.present_generation();
 }
 
@@ -38,10 +41,9 @@ void WeightVersions::begin_backward(int microbatch) {
 }
 
 void WeightVersions::updated() {
-  // Where nothing is trained nothing changes.
-  require(driver_.generation() == generations_.back() + 1 || driver_.generation() == 0,
-          "{}: an update has made generation {} of {}", options_.name, driver_.generation(), generations_.back());
-  generations_.push_back(driver_.generation());
+  ++updates_;
+  require(driver_.generation() == generation_of(updates_), "{}: update {} has made generation {} of the weights, not {}",
+          options_.name, updates_ - 1, driver_.generation(), generation_of(updates_));
   staleness_ = 0;
 }
 

@@ -1,11 +1,8 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <map>
-#include <optional>
 #include <string>
-#include <vector>
 
 #include "bonfire/shard/schedule_driver.h"
 
@@ -28,18 +25,22 @@ class WeightVersions {
   // Around a backward.
   void begin_backward(int microbatch);
   void end() { driver_.reshard(); }
+  // Whether there is more than one version: a stage that trains nothing has the same weights for ever.
+  bool changes() const { return driver_.trains(); }
   // Around an update: how many updates lie between the oldest weights of its gradients and those that it changes.
   int staleness() const { return staleness_; }
   void updated();
-  int updates() const { return static_cast<int>(generations_.size()) - 1; }
+  int updates() const { return updates_; }
   void forget();
 
  private:
+  std::int64_t generation_of(int version) const;
   void bring_in(std::int64_t generation);
 
   ScheduleDriver& driver_;
   Options options_;
-  std::vector<std::int64_t> generations_;    // by version
+  std::int64_t first_ = 0;  // generation of version 0: each update makes the next of both
+  int updates_ = 0;
   std::map<int, std::int64_t> of_forwards_;  // by microbatch: what its forward has read
   int staleness_ = 0;
 };

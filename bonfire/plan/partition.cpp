@@ -28,25 +28,46 @@ struct Behind {
   auto operator<=>(const Behind&) const = default;
 };
 
-StageMemory memory_of_part(const Cut& before, const Cut& until, int in_flight, int versions) {
+// Whether replicas of a stage share each minibatch, and what is in flight are microbatches.
+bool shares_minibatches(WeightMode mode) { return mode == WeightMode::two_buffers || mode == WeightMode::flush; }
+
+// What is kept on a rank of a stage.
+struct Kept {
+  int versions = 1;
+  std::int64_t forwards = 1;      // of microbatches, whose backward has not ended
+  std::int64_t microbatches = 1;  // of a minibatch
+};
+
+// Where minibatches stay together, one more begins when the first microbatch of the oldest has come back.
+std::int64_t forwards_kept(WeightMode mode, std::int64_t in_flight, std::int64_t microbatches, std::int64_t replicas) {
+  return shares_minibatches(mode) ? std::min(in_flight, microbatches / replicas) : microbatches * (in_flight - 1) + 1;
+}
+
+StageMemory memory_of_part(const Cut& before, const Cut& until, const Kept& kept) {
   const auto part = [&](std::int64_t Cut::*member) { return until.*member - before.*member; };
+  const int versions = kept.versions;
   const std::int64_t weights = part(&Cut::parameter_bytes);
   // Where an update leaves older versions as they are, the masters that it changes lie apart.
   return {.weights = weights * (versions + (versions > 1 ? 1 : 0)),
           .state = part(&Cut::state_bytes),
-          .activations = part(&Cut::saved_bytes) * in_flight};
+          .activations = part(&Cut::saved_bytes) * kept.forwards / kept.microbatches};
 }
 
 class PartitionSearch {
  public:
-  PartitionSearch(const Cuts& cuts, const Topology& topology, WeightMode mode)
-      : cuts_(cuts), topology_(topology), mode_(mode) {
+  struct Problem {
+    WeightMode mode = WeightMode::stashing;
+    int microbatches = 1;  // of a minibatch
+    int first = 0;         // replicas that the first stage is to have; 0: any
+  };
+  PartitionSearch(const Cuts& cuts, const Topology& topology, const Problem& problem)
+      : cuts_(cuts), topology_(topology), problem_(problem) {
     for (const auto& level : topology.levels) size_.push_back(size_.back() * level.count);
   }
 
   Partition best() {
     const int top = static_cast<int>(topology_.levels.size());
-    const Table& table = solve(top, {});
+    const Table& table = solve({top, {}, 1});
     const int last = cuts_.count() - 1;
     Partition found{.seconds = table.end(-1, last, count(top)).seconds, .considered = considered_};
     if (found.seconds < kNoTime) expand(top, {}, {-1, last, 1}, found.stages);
@@ -90,6 +111,18 @@ class PartitionSearch {
     int copies;  // of the component that runs it
   };
 
+  // What a component of some level is to run its part of the model for.
+  struct Task {
+    int level;
+    Behind after;
+    int copies;  // of the component, where that counts: see counts_copies()
+    auto operator<=>(const Task&) const = default;
+  };
+
+  bool shares() const { return shares_minibatches(problem_.mode); }
+  // Whether a stage's time or memory depends on all of its replicas, and not only on those within a component.
+  bool counts_copies() const { return shares() || problem_.first > 0; }
+
   int count(int level) const { return topology_.levels[static_cast<std::size_t>(level - 1)].count; }
   double bandwidth(int level) const { return topology_.levels[static_cast<std::size_t>(level - 1)].bandwidth; }
   std::int64_t ranks_below(int level) const { return size_[static_cast<std::size_t>(level - 1)]; }
@@ -97,39 +130,46 @@ class PartitionSearch {
 
   // What lies behind each of `replicas` components that run a stage, where the stages up to it are on `used` components.
   Behind behind(int level, Behind after, int used, int replicas) const {
-    if (!topology_.memory) return {};
+    if (!topology_.memory && problem_.mode != WeightMode::two_buffers) return {};
     return after.plus((count(level) - used) * ranks_below(level)).over(replicas);
   }
 
-  // One rank.
-  double alone(int from, int to, Behind after) const {
+  // One rank of `replicas` (those that count).
+  double alone(int from, int to, const Task& task) const {
+    const double seconds = cut(to).seconds - cut(from).seconds;
+    const int replicas = task.copies, in_flight = static_cast<int>(1 + task.after.rounded_up());
+    if (shares() && problem_.microbatches % replicas != 0) return kNoTime;
+    // Otherwise a minibatch would begin before the update that it is to see.
+    if (problem_.mode == WeightMode::two_buffers && in_flight > problem_.microbatches / replicas + 1) return kNoTime;
+    if (problem_.first > 0 && from < 0 && replicas != problem_.first) return kNoTime;
     if (topology_.memory) {
-      const int in_flight = static_cast<int>(1 + after.rounded_up());
-      if (memory_of_part(cut(from), cut(to), in_flight, versions_held(in_flight, after)).total() > *topology_.memory)
-        return kNoTime;
+      const Kept kept{
+          .versions = versions_held(in_flight, replicas),
+          .forwards = forwards_kept(problem_.mode, in_flight, problem_.microbatches, replicas),
+          .microbatches = problem_.microbatches,
+      };
+      if (memory_of_part(cut(from), cut(to), kept).total() > *topology_.memory) return kNoTime;
     }
-    return cut(to).seconds - cut(from).seconds;
+    if (!shares()) return seconds;
+    // A minibatch of its own fills the pipeline and empties it: while a replica waits, one microbatch is on all the others.
+    const double waits = problem_.mode == WeightMode::flush ? cuts_[cuts_.count() - 1].seconds - seconds : 0;
+    return seconds / replicas + waits / problem_.microbatches;
   }
 
-  // An upper bound for vertical synchronisation, where it depends on stages that are not chosen yet: all ranks, and as many
-  // again, may have admitted minibatches.
-  int versions_held(int in_flight, Behind after) const {
-    switch (mode_) {
+  int versions_held(int in_flight, int replicas) const {
+    switch (problem_.mode) {
       case WeightMode::stashing: return in_flight;
-      case WeightMode::vertical: {
-        const auto ranks = topology_.ranks();
-        const double replicas =
-            std::max(1.0, ranks / (1.0 + static_cast<double>(after.ranks) / static_cast<double>(after.replicas)));
-        return static_cast<int>(2 * ranks / replicas) + 1;
-      }
+      case WeightMode::vertical:
+        return schedule::vertical_versions({.ranks = topology_.ranks(), .first = problem_.first, .own = replicas});
       case WeightMode::two_buffers: return 2;
       case WeightMode::flush: return 1;
     }
     return 1;
   }
 
-  const Table& solve(int level, Behind after) {
-    const auto known = tables_.find({level, after});
+  const Table& solve(const Task& task) {
+    const auto [level, after, copies] = task;
+    const auto known = tables_.find(task);
     if (known != tables_.end()) return known->second;
     const bool top = level == static_cast<int>(topology_.levels.size());
     const double entries = 1.0 * (top ? 1 : cuts_.count() + 1) * cuts_.count() * count(level);
@@ -139,35 +179,37 @@ class PartitionSearch {
     Table table(cuts_.count(), count(level), top);
     for (int on = 1; on <= count(level); ++on)
       for (int replicas = 1; replicas <= on; ++replicas) {
-        const Behind below = behind(level, after, on, replicas);
+        const Task below{level - 1, behind(level, after, on, replicas), counts_copies() ? copies * replicas : 1};
         if (level == 1) {
-          fill(table, {level, on, replicas}, [&](int from, int to) { return alone(from, to, below); });
+          fill(table, {level, on, replicas, copies}, [&](int from, int to) { return alone(from, to, below); });
         } else {
-          const Table& inner = solve(level - 1, below);
+          const Table& inner = solve(below);
           const int all = count(level - 1);
           // A table of the top level begins at the start alone; those below are asked for any part.
-          fill(table, {level, on, replicas}, [&](int from, int to) { return inner.end(from, to, all).seconds; });
+          fill(table, {level, on, replicas, copies}, [&](int from, int to) { return inner.end(from, to, all).seconds; });
         }
       }
-    return tables_.emplace(std::pair(level, after), std::move(table)).first->second;
+    return tables_.emplace(task, std::move(table)).first->second;
   }
 
   struct Last {
     int level, on, replicas;
+    int copies;  // of the component that they are in, where that counts
   };
 
   // Parts whose last stage is on `replicas` of the `on` components.
   template <class Seconds>
   void fill(Table& table, const Last& last, const Seconds& seconds) {
-    const auto& [level, on, replicas] = last;
+    const auto& [level, on, replicas, copies] = last;
     const bool top = level == static_cast<int>(topology_.levels.size());
-    const double wire = bandwidth(level) * replicas;
+    // Of what crosses, each copy that shares minibatches has its part.
+    const double wire = bandwidth(level) * replicas * (shares() ? copies : 1);
     const int starts = top ? 0 : cuts_.count() - 1;
     for (int to = 0; to < cuts_.count(); ++to) {
       const double handed_on = 2 * static_cast<double>(cut(to).crossing_bytes) / wire;
       for (int before = -1; before < to; ++before) {
         if (before >= 0 && !cuts_.precedes(before, to)) continue;
-        const double here = with_replicas(seconds(before, to), {before, to, replicas}, wire);
+        const double here = with_replicas(seconds(before, to), {before, to, replicas}, bandwidth(level));
         ++considered_;
         if (here == kNoTime) continue;
         if (on == replicas) {
@@ -198,10 +240,12 @@ class PartitionSearch {
     if (choice.seconds < pass.seconds) pass = choice;
   }
 
-  // Replicas take minibatches by turns and average their gradients after each turn.
-  double with_replicas(double seconds, const Piece& piece, double wire) const {
+  // Replicas take minibatches by turns and average their gradients after each turn; or they share each minibatch, and
+  // average after each of them.
+  double with_replicas(double seconds, const Piece& piece, double bandwidth) const {
     const double parameters = static_cast<double>(cut(piece.to).parameter_bytes - cut(piece.from).parameter_bytes);
-    return (seconds + 4 * (piece.copies - 1) * parameters / wire) / piece.copies;
+    const double averages = 4 * (piece.copies - 1) * parameters / (bandwidth * piece.copies);
+    return shares() ? seconds + averages : (seconds + averages) / piece.copies;
   }
 
   void expand(int level, Behind after, const Piece& piece, std::vector<PartitionedStage>& stages) {
@@ -213,7 +257,7 @@ class PartitionSearch {
                         .seconds = cut(piece.to).seconds - cut(piece.from).seconds});
       return;
     }
-    const Table& table = solve(level, after);
+    const Table& table = solve({level, after, counts_copies() ? piece.copies : 1});
     struct Part {
       Piece piece;
       Behind below;
@@ -233,26 +277,56 @@ class PartitionSearch {
 
   const Cuts& cuts_;
   const Topology& topology_;
-  const WeightMode mode_;
+  const Problem problem_;
   const Cut nothing_{};
   std::vector<std::int64_t> size_{1};  // ranks of a component of each level
-  std::map<std::pair<int, Behind>, Table> tables_;
+  std::map<Task, Table> tables_;
   std::int64_t considered_ = 0;
 };
 
 // What holds of the stages together.
-void describe_stages(Partition& partition, const Cuts& cuts, WeightMode mode) {
-  std::vector<int> replicas;
-  for (const auto& stage : partition.stages) replicas.push_back(stage.replicas);
-  const schedule::RoundRobin robin{.replicas = replicas, .mode = mode};
+void describe_stages(Partition& partition, const Cuts& cuts, const PartitionSearch::Problem& problem) {
+  schedule::RoundRobin robin{.mode = problem.mode, .microbatches = problem.microbatches};
+  robin.replicas.clear();
+  for (const auto& stage : partition.stages) robin.replicas.push_back(stage.replicas);
   partition.in_flight = schedule::in_flight(robin, 0);
+  partition.microbatches = problem.microbatches;
   for (std::size_t at = 0; at < partition.stages.size(); ++at) {
     auto& stage = partition.stages[at];
     stage.in_flight = schedule::in_flight(robin, static_cast<int>(at));
     stage.versions = schedule::most_versions(robin, static_cast<int>(at));
-    stage.memory = memory_of_part(stage.first_cut < 0 ? Cut{} : cuts[stage.first_cut], cuts[stage.last_cut], stage.in_flight,
-                                  stage.versions);
+    stage.memory =
+        memory_of_part(stage.first_cut < 0 ? Cut{} : cuts[stage.first_cut], cuts[stage.last_cut],
+                       {.versions = stage.versions,
+                        .forwards = forwards_kept(problem.mode, stage.in_flight, problem.microbatches, stage.replicas),
+                        .microbatches = problem.microbatches});
   }
+}
+
+int microbatches_for(const Profile& profile, const PartitionOptions& options) {
+  const auto known = options.microbatches > 0 ? options.microbatches : profile.microbatches();
+  if (known > 1 << 20) fail_config("minibatches of {} microbatches; allowed: up to {}", known, 1 << 20);
+  if (known > 0) return static_cast<int>(known);
+  if (shares_minibatches(options.mode))
+    fail_config(
+        "schedule {}: replicas share minibatches, and the profile of {} does not say how many microbatches one has; "
+        "allowed: --microbatches of 1 or more",
+        schedule::name_of(options.mode), profile.model);
+  return 1;
+}
+
+// How many versions a stage keeps with vertical synchronisation depends on the first one: all that it may be are tried.
+Partition best_of(const Cuts& cuts, const Topology& topology, PartitionSearch::Problem problem) {
+  if (problem.mode != WeightMode::vertical || !topology.memory) return PartitionSearch(cuts, topology, problem).best();
+  Partition best{.seconds = kNoTime};
+  std::int64_t considered = 0;
+  for (problem.first = 1; problem.first <= topology.ranks(); ++problem.first) {
+    auto found = PartitionSearch(cuts, topology, problem).best();
+    considered += found.considered;
+    if (found.seconds < best.seconds) best = std::move(found);
+  }
+  best.considered = considered;
+  return best;
 }
 
 }  // namespace
@@ -262,24 +336,32 @@ int Partition::ranks() const {
                          [](int all, const PartitionedStage& stage) { return all + stage.replicas; });
 }
 
-double data_parallel_seconds(const Cut& whole, const Topology& topology) {
+double data_parallel_seconds(const Cut& whole, const Topology& topology, WeightMode mode) {
   double seconds = whole.seconds;
-  for (const auto& level : topology.levels)
-    seconds =
-        (seconds + 4 * (level.count - 1) * static_cast<double>(whole.parameter_bytes) / (level.bandwidth * level.count)) /
-        level.count;
+  if (shares_minibatches(mode)) seconds /= topology.ranks();
+  for (const auto& level : topology.levels) {
+    seconds += 4 * (level.count - 1) * static_cast<double>(whole.parameter_bytes) / (level.bandwidth * level.count);
+    if (!shares_minibatches(mode)) seconds /= level.count;
+  }
   return seconds;
 }
 
-Partition partition(const Profile& profile, const Topology& topology, WeightMode mode) {
+Partition partition(const Profile& profile, const Topology& topology, const PartitionOptions& options) {
   const Cuts cuts(profile);
-  Partition found = PartitionSearch(cuts, topology, mode).best();
+  const PartitionSearch::Problem problem{.mode = options.mode, .microbatches = microbatches_for(profile, options)};
+  Partition found = best_of(cuts, topology, problem);
+  if (found.stages.empty() && topology.memory)
+    fail_config("no partition of {} on {} ranks fits into {} bytes per rank; allowed: more memory, or more ranks{}",
+                profile.model, topology.ranks(), *topology.memory,
+                shares_minibatches(options.mode) ? ", or other microbatches" : "");
   if (found.stages.empty())
-    fail_config("no partition of {} on {} ranks fits into {} bytes per rank; allowed: more memory, or more ranks",
-                profile.model, topology.ranks(), topology.memory.value_or(0));
-  describe_stages(found, cuts, mode);
+    fail_config(
+        "no partition of {} on {} ranks has replicas that share minibatches of {} microbatches, and enough of them to fill "
+        "its pipeline ({}); allowed: another number of them, or of ranks",
+        profile.model, topology.ranks(), problem.microbatches, schedule::name_of(options.mode));
+  describe_stages(found, cuts, problem);
   found.one_rank_seconds = cuts[cuts.count() - 1].seconds;
-  found.data_parallel_seconds = data_parallel_seconds(cuts[cuts.count() - 1], topology);
+  found.data_parallel_seconds = data_parallel_seconds(cuts[cuts.count() - 1], topology, options.mode);
   return found;
 }
 

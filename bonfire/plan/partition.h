@@ -55,17 +55,24 @@ struct Partition {
   double seconds = 0;                // from one minibatch to the next: the slowest stage, synchronisation or link
   double data_parallel_seconds = 0;  // the same with all Units on all ranks
   double one_rank_seconds = 0;
-  int in_flight = 1;            // minibatches that each replica of the first stage admits
+  int in_flight = 1;            // minibatches that each replica of the first stage admits; see RoundRobin's modes
+  int microbatches = 1;         // of a minibatch
   std::int64_t considered = 0;  // ways to end a part of the model that were compared
 
   BONFIRE_API int ranks() const;
 };
 
-// The fastest partition on all ranks of the topology. Throws ConfigError where none fits into memory.
-BONFIRE_API Partition partition(const Profile& profile, const Topology& topology,
-                                schedule::WeightMode mode = schedule::WeightMode::stashing);
+struct PartitionOptions {
+  schedule::WeightMode mode = schedule::WeightMode::stashing;
+  int microbatches = 0;  // of a minibatch; 0: as the profile says
+};
+
+// The fastest partition on all ranks of the topology. Throws ConfigError where there is none, or none fits into memory, and
+// where the mode needs the microbatches of a minibatch and nobody says how many there are.
+BONFIRE_API Partition partition(const Profile& profile, const Topology& topology, const PartitionOptions& options = {});
 
 // Seconds from one minibatch to the next with all Units on all ranks.
-BONFIRE_API double data_parallel_seconds(const Cut& whole, const Topology& topology);
+BONFIRE_API double data_parallel_seconds(const Cut& whole, const Topology& topology,
+                                         schedule::WeightMode mode = schedule::WeightMode::stashing);
 
 }  // namespace bonfire::plan

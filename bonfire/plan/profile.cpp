@@ -30,8 +30,14 @@ std::int64_t whole_bytes(const Json& json, const char* what) {
 }
 
 Profile read_own(const Json& json, std::string_view wanted) {
-  Profile profile{
-      .model = json.at("model").string(), .batch = json.at("batch").integer(), .device = json.at("device").string()};
+  Profile profile{.model = json.at("model").string(),
+                  .batch = json.at("batch").integer(),
+                  .microbatch = json.at("microbatch").integer(),
+                  .device = json.at("device").string()};
+  if (profile.batch < 1 || profile.microbatch < 1 || profile.batch % profile.microbatch != 0)
+    json.at("microbatch")
+        .refuse(fmt::format("microbatches of {} samples in minibatches of {}; allowed: a divisor", profile.microbatch,
+                            profile.batch));
   if (!wanted.empty() && wanted != profile.model)
     json.at("model").refuse(fmt::format("is a profile of '{}', not of '{}'", profile.model, wanted));
   for (const auto& unit : json.at("units").items())
@@ -160,8 +166,11 @@ std::string to_json(const Profile& profile) {
                      {"parameter_bytes", unit.parameter_bytes},
                      {"state_bytes", unit.state_bytes},
                      {"saved_bytes", unit.saved_bytes}});
-  const nlohmann::ordered_json json{
-      {"model", profile.model}, {"batch", profile.batch}, {"device", profile.device}, {"units", std::move(units)}};
+  const nlohmann::ordered_json json{{"model", profile.model},
+                                    {"batch", profile.batch},
+                                    {"microbatch", profile.microbatch},
+                                    {"device", profile.device},
+                                    {"units", std::move(units)}};
   return json.dump(1) + "\n";
 }
 

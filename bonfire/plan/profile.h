@@ -23,14 +23,17 @@ struct UnitProfile {
 };
 
 struct Profile {
-  std::string model;       // as the command describes it
-  std::int64_t batch = 0;  // samples of a minibatch; 0: the file does not say
+  std::string model;            // as the command describes it
+  std::int64_t batch = 0;       // samples of a minibatch; 0: the file does not say
+  std::int64_t microbatch = 0;  // samples of a microbatch; likewise
   std::string device;
   std::vector<UnitProfile> units{};
   // From a Unit to one that reads its output. Empty: the Units are a chain.
   std::vector<std::pair<int, int>> edges{};
 
   bool chain() const { return edges.empty(); }
+  // Of a minibatch; 0: the file does not say.
+  std::int64_t microbatches() const { return microbatch > 0 ? batch / microbatch : 0; }
 };
 
 // A profile as `bonfire profile` writes it, or a collection of PipeDream's, of which `model` names one (it may be empty

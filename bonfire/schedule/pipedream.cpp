@@ -287,6 +287,12 @@ RoundRobin endless_shape(RoundRobin robin) {
   return robin;
 }
 
+int vertical_versions(const VerticalStage& stage) {
+  const auto& [ranks, first, own] = stage;
+  const int admitted = (ranks + first - 1) / first * first;  // minibatches on all replicas of the first stage
+  return 1 + (admitted - std::gcd(first, own) + own - 1) / own;
+}
+
 int most_versions(const RoundRobin& robin, int stage) {
   switch (robin.mode) {
     case WeightMode::stashing: return in_flight(robin, stage);
@@ -294,15 +300,11 @@ int most_versions(const RoundRobin& robin, int stage) {
     case WeightMode::flush: return 1;
     case WeightMode::vertical: break;
   }
-  RoundRobin full = robin;
-  full.minibatches = 2 * filling(robin) + 2 * robin.round();
-  full.microbatches = 1;
-  const auto versions = versions_of(pipedream(full), robin.mode, std::string(name_of(robin.mode)));
-  const auto first = versions.held.begin() + robin.first_rank(stage);
-  return *std::max_element(first, first + robin.replicas[slot(stage)]);
+  return vertical_versions({.ranks = robin.ranks(), .first = robin.replicas[0], .own = robin.replicas[slot(stage)]});
 }
 
 Endless endless(RoundRobin robin, const LowerOptions& options) {
+  require_replicas(robin);
   const int round = robin.round();
   // A period in the middle, so that lowering sees the same on both sides of it wherever it comes.
   robin.minibatches = 2 * filling(robin) + 2 * round;
@@ -333,22 +335,25 @@ Endless endless(RoundRobin robin, const LowerOptions& options) {
   return result;
 }
 
-std::vector<Action> unrolled_row(const Endless& table, int rank, int periods) {
-  std::vector<Action> row = table.prologue.rows[slot(rank)];
+std::vector<Action> unrolled_row(const Endless& table, int rank, Periods periods) {
+  std::vector<Action> row;
+  if (periods.skipped == 0) row = table.prologue.rows[slot(rank)];
   const auto append_shifted = [&](const Schedule& part, int shift) {
     for (Action action : part.rows[slot(rank)]) {
       if (has_microbatch(action.kind) && action.kind != Kind::tie) action.microbatch += shift;
       row.push_back(action);
     }
   };
-  for (int period = 0; period < periods; ++period) append_shifted(table.period, period * table.microbatches);
-  append_shifted(table.epilogue, (periods - 1) * table.microbatches);
+  for (int period = periods.skipped; period < periods.count; ++period)
+    append_shifted(table.period, period * table.microbatches);
+  append_shifted(table.epilogue, (periods.count - 1) * table.microbatches);
   return row;
 }
 
 Schedule unrolled(const Endless& table, int periods) {
   Schedule result{table.prologue.stages, table.prologue.microbatches + (periods - 1) * table.microbatches, {}};
-  for (int rank = 0; rank < table.prologue.ranks(); ++rank) result.rows.push_back(unrolled_row(table, rank, periods));
+  for (int rank = 0; rank < table.prologue.ranks(); ++rank)
+    result.rows.push_back(unrolled_row(table, rank, {.count = periods}));
   return result;
 }
 

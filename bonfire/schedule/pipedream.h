@@ -73,6 +73,14 @@ BONFIRE_API RoundRobin endless_shape(RoundRobin robin);
 BONFIRE_API int version_of(const RoundRobin& robin, int stage, int microbatch);
 BONFIRE_API int update_of(const RoundRobin& robin, int stage, int microbatch);
 
+// Versions of a stage that vertical synchronisation needs at once in a full pipeline.
+struct VerticalStage {
+  int ranks = 1;  // of all stages
+  int first = 1;  // replicas of the first stage
+  int own = 1;    // replicas of this one
+};
+BONFIRE_API int vertical_versions(const VerticalStage& stage);
+
 // Versions of a stage that a full pipeline needs at once.
 BONFIRE_API int most_versions(const RoundRobin& robin, int stage);
 
@@ -87,6 +95,11 @@ struct Endless {
 // With what an executor needs (lowering.h). `robin.minibatches` does not count.
 BONFIRE_API Endless endless(RoundRobin robin, const LowerOptions& options);
 BONFIRE_API Schedule unrolled(const Endless& table, int periods);
-BONFIRE_API std::vector<Action> unrolled_row(const Endless& table, int rank, int periods);
+// So many periods, of which the first ones are left out, and with them the prologue.
+struct Periods {
+  int count = 1;
+  int skipped = 0;
+};
+BONFIRE_API std::vector<Action> unrolled_row(const Endless& table, int rank, Periods periods);
 
 }  // namespace bonfire::schedule

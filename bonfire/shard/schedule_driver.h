@@ -35,6 +35,8 @@ class BONFIRE_API ScheduleDriver final : public Driver {
   // Begins to gather all parameters; nothing where they are always in, or Units gather themselves. `behind`: how many
   // updates ago they were what they are to be, where versions are kept. Collective.
   void unshard(int behind = 0);
+  // Whether an update changes anything. Where nothing is trained there is one value, which has no number.
+  bool trains() const { return any_trained() != nullptr; }
   // The number of the newest values, and of those that forward and backward read now. See FlatParameter: each update makes
   // the next. 0 where nothing is trained. REQUIRES for the latter: they are there.
   std::int64_t generation() const;

@@ -79,6 +79,7 @@ void check_server(const Config& config) {
                fmt::format("beside a parameter server (layout.server = {}); allowed: {}", layout.server, allowed));
   };
   refuse(layout.pipeline > 1, "layout.pipeline", "1");
+  refuse(runs_pipedream(config), "layout.schedule", "another: there is no pipeline");
   refuse(layout.shard > 1, "layout.shard", "1: workers have whole weights, and servers the optimizer");
   refuse(layout.tensor > 1, "layout.tensor", "1");
   refuse(layout.context > 1, "layout.context", "1");
@@ -484,6 +485,7 @@ void resolve(Config& config, std::int64_t ranks) {
   check_documents(config);
   check_sharding(config);
   resolve_gathers(config);
+  resolve_rounds(config);
   check_pipeline(config);
   check_precision(config);
   check_recompute(config);

@@ -11,7 +11,8 @@ ConfigSection checkpoint_section() {
       .keys = {
           {.name = "checkpoint.every",
            .field = BONFIRE_FIELD(checkpoint.every),
-           .help = "Number of steps between saves; the state after the last step is saved too. 0 saves nothing.",
+           .help = "Number of steps between saves; the state after the last step is saved too. 0 saves nothing. With "
+                   "layout.replicas the default is rounded up to whole rounds of all replicas.",
            .range = {.at_least = 0}},
           {.name = "checkpoint.keep",
            .field = BONFIRE_FIELD(checkpoint.keep),

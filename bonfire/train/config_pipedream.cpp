@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <filesystem>
+#include <numeric>
 
 #include <fmt/ranges.h>
 
@@ -19,6 +21,32 @@ schedule::RoundRobin robin_of(const Config& config) {
   if (robin.replicas.empty()) robin.replicas.assign(static_cast<std::size_t>(layout.pipeline), 1);
   robin.microbatches = static_cast<int>(config.train.batch / config.train.microbatch);
   return robin;
+}
+
+void resolve_rounds(Config& config) {
+  if (!runs_pipedream(config)) return;
+  const auto robin = robin_of(config);
+  std::int64_t round = 1;
+  for (const std::int64_t replicas : robin.replicas) {
+    round = std::lcm(round, replicas);
+    // Refused later.
+    if (round > most_without_drain(robin)) return;
+  }
+  if (robin.mode == schedule::WeightMode::two_buffers || robin.mode == schedule::WeightMode::flush) return;
+  const auto whole = [&](const char* key, std::int64_t& steps) {
+    if (!config.given(key)) steps = (steps + round - 1) / round * round;
+  };
+  whole("train.steps", config.train.steps);
+  whole("checkpoint.every", config.checkpoint.every);
+}
+
+void require_whole_rounds(const Config& config, std::int64_t step, const std::string& checkpoint) {
+  const auto round = robin_of(config).round();
+  if (step % round == 0) return;
+  fail_key(config, "layout.replicas",
+           fmt::format("have whole rounds after {} minibatches, and the checkpoint in '{}' is of step {}; allowed: replicas "
+                       "whose rounds divide it, or another checkpoint",
+                       round, checkpoint, step));
 }
 
 void check_no_pipedream(const Config& config) {
@@ -55,6 +83,20 @@ void require_rounds(const Config& config, int round) {
                       fmt::join(config.layout.replicas, ", "), round, round));
 }
 
+// Numbers of microbatches begin anew when the pipeline has run empty.
+void require_drains(const Config& config, const schedule::RoundRobin& robin) {
+  auto longest = config.train.steps;
+  for (const auto every : {config.train.eval_every, config.checkpoint.every})
+    if (every > 0) longest = std::min(longest, every);
+  const auto most = most_without_drain(robin);
+  if (longest > most)
+    fail_key(
+        config, "train.steps",
+        fmt::format("the pipeline runs for {} minibatches without running empty; allowed: up to {}, or train.eval_every, "
+                    "or checkpoint.every",
+                    longest, most));
+}
+
 // What another way of training decides.
 void require_plain(const Config& config) {
   const auto& layout = config.layout;
@@ -78,6 +120,13 @@ void require_plain(const Config& config) {
         fmt::format("layout.schedule = \"{}\" takes stages from bonfire partition, which measures Units; allowed: count | "
                     "a list",
                     name));
+  if (!layout.stash && (layout.recompute != "none" || config.model.spec.reversible))
+    fail_key(
+        config, "layout.stash",
+        fmt::format("{} makes activations again in backward, where other weights are without stashing; allowed with it: "
+                    "true",
+                    layout.recompute != "none" ? fmt::format("layout.recompute = \"{}\"", layout.recompute)
+                                               : "model.reversible = true"));
   const std::pair<const char*, bool> unknown[] = {
       {"layout.offload", layout.offload != "none"},
       {"layout.compression", layout.compression != "none"},
@@ -140,6 +189,7 @@ void check_pipedream(const Config& config) {
                     "(layout.schedule = \"{}\"); allowed: model.tied = false, or one stage",
                     layout.schedule));
   require_rounds(config, robin.round());
+  require_drains(config, robin);
 }
 
 }  // namespace bonfire

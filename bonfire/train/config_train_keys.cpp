@@ -9,7 +9,8 @@ ConfigSection train_section() {
       .keys = {
           {.name = "train.steps",
            .field = BONFIRE_FIELD(train.steps),
-           .help = "Number of optimizer steps.",
+           .help =
+               "Number of optimizer steps. With layout.replicas the default is rounded up to whole rounds of all replicas.",
            .range = {.at_least = 1, .at_most = 1e12}},
           {.name = "train.batch",
            .field = BONFIRE_FIELD(train.batch),

@@ -100,6 +100,10 @@ void Journal::write_events() {
                                      {"train/tokens_per_second", metrics_.tokens_per_second},
                                      {"train/memory_bytes", static_cast<double>(metrics_.memory_bytes)},
                                      {"train/skipped", static_cast<double>(metrics_.skipped)}});
+    if (metrics_.staleness) events_->scalars(metrics_.step, {{"train/staleness", *metrics_.staleness}});
+    for (std::size_t stage = 0; stage < metrics_.stale_stages.size(); ++stage)
+      events_->scalars(metrics_.step, {{fmt::format("train/staleness/stage_{}", stage),
+                                        static_cast<double>(metrics_.stale_stages[stage])}});
     if (metrics_.eval_loss) events_->scalars(metrics_.step, {{"eval/loss", *metrics_.eval_loss}});
   });
 }

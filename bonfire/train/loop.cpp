@@ -7,6 +7,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "bonfire/base/error.h"
 #include "bonfire/comm/stop_vote.h"
 #include "bonfire/train/build.h"
 #include "bonfire/train/evaluate.h"
@@ -40,7 +41,8 @@ TrainReport train(const World& world, const Config& config, const TrainOptions& 
                       .grad_norm = step.update.gradient_norm,
                       .lr = step.lr,
                       .skipped = run.skipped,
-                      .staleness = step.staleness},
+                      .staleness = step.staleness,
+                      .stale_stages = step.stale_stages},
                      step.seconds);
     tracer.end_step(step.step);
     if (evaluates(step.step)) journal.add_evaluation(evaluate(run));
@@ -99,6 +101,7 @@ TrainReport train(const World& world, const Config& config, const TrainOptions& 
       journal.go_back(step);
     }
   }
+  require(running.empty(), "the run ends with {} steps that are not done", running.size());
   return finish();
 } catch (const MemoryRefused& refused) {
   fail_for_memory(config, refused.what());

@@ -39,6 +39,7 @@ std::string to_json(const StepMetrics& metrics) {
                               {"memory_bytes", metrics.memory_bytes},
                               {"skipped", metrics.skipped}};
   if (metrics.staleness) line["staleness"] = *metrics.staleness;
+  if (!metrics.stale_stages.empty()) line["staleness_by_stage"] = metrics.stale_stages;
   if (metrics.eval_loss) line["eval_loss"] = *metrics.eval_loss;
   return line.dump();
 }

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bonfire/base/api.h"
 #include "bonfire/train/run_file.h"
@@ -17,9 +18,10 @@ struct StepMetrics {
   double grad_norm = 0;
   double lr = 0;
   double tokens_per_second = 0;
-  std::int64_t memory_bytes = 0;  // peak so far of the rank that writes
-  std::int64_t skipped = 0;       // updates left out so far
-  std::optional<double> staleness{};
+  std::int64_t memory_bytes = 0;      // peak so far of the rank that writes
+  std::int64_t skipped = 0;           // updates left out so far
+  std::optional<double> staleness{};  // of the weights of a gradient, in updates: where steps overlap the most of any stage
+  std::vector<int> stale_stages{};    // the same by stage
   std::optional<double> eval_loss{};  // on held-out data, in the steps that evaluate
 };
 

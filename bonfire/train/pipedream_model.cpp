@@ -37,12 +37,13 @@ class PipeDreamModel::Reading final : public StepReading {
     for (int stage = 0, rank = 0; stage < static_cast<int>(robin.replicas.size()); ++stage) {
       squares += all[rank][1].item<double>();
       auto& most = model_.overlap_.staleness[static_cast<std::size_t>(stage)];
+      int& here = values.stale_stages.emplace_back(0);
       for (int replica = 0; replica < robin.replicas[static_cast<std::size_t>(stage)]; ++replica, ++rank) {
         values.sum_of_losses += all[rank][0].item<double>();
-        const double stale = all[rank][2].item<double>();
-        most = std::max(most, static_cast<int>(stale));
-        values.staleness = std::max(*values.staleness, stale);
+        here = std::max(here, static_cast<int>(all[rank][2].item<double>()));
       }
+      most = std::max(most, here);
+      values.staleness = std::max<double>(*values.staleness, here);
     }
     values.gradient_norm = std::sqrt(squares);
     return values;

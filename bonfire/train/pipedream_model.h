@@ -23,6 +23,11 @@ namespace bonfire {
 BONFIRE_API bool runs_pipedream(const Config& config);
 // Stages, replicas and microbatches as the keys say. REQUIRES: runs_pipedream(), and the batch is resolved.
 BONFIRE_API schedule::RoundRobin robin_of(const Config& config);
+// Where they were not given: train.steps and checkpoint.every become whole rounds of all replicas.
+void resolve_rounds(Config& config);
+// Throws ConfigError where a run cannot go on from this step of a checkpoint: the pipeline, which is empty there, is never
+// again when the run ends.
+BONFIRE_API void require_whole_rounds(const Config& config, std::int64_t step, const std::string& checkpoint);
 // The keys of a run of PipeDream's against each other. Throws ConfigError. REQUIRES: as above, and the model is resolved.
 BONFIRE_API void check_pipedream(const Config& config);
 // layout.replicas, layout.stash and checkpoint.drain without such a schedule. Throws ConfigError.

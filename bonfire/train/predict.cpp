@@ -1,5 +1,7 @@
 #include "bonfire/train/predict.h"
 
+#include <algorithm>
+
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include "bonfire/comm/cores.h"
@@ -139,34 +141,70 @@ plan::PipelineLayout pipeline_layout_of(const Config& config) {
 
 namespace {
 
+// A version leaves what is frozen as it is, but for what shares a buffer with something that is trained.
+void keep_versions(plan::ModelState& state, const std::vector<plan::FlatLayout>& flats, int versions) {
+  for (const auto& flat : flats) {
+    if (versions == 1 || !flat.any_trained()) continue;
+    state.parameters += flat.bytes * (versions - 1);
+    // Masters lie apart of what forward reads, rounded or not.
+    for (const auto& region : flat.regions)
+      if (region.trained && region.codec() == plan::Codec::same)
+        state.masters += region.elements * plan::bytes_of(region.master);
+  }
+}
+
+}  // namespace
+
 // A rank of each stage in a full pipeline, with the versions that it keeps.
-plan::Memory predict_pipedream(const Config& config, const plan::MemoryOptions& options) {
+std::vector<PredictedStage> predict_stages(const Config& config) {
+  const auto options = memory_options_of(config);
+  const auto model = model_of(config);
   const auto robin = robin_of(config);
   plan::PipelineLayout layout{
       .table = pipedream_table(robin), .tokens = tokens_per_sample(config), .data = data_parallel_of(config)};
   for (const auto& range : stages_of(config, layout.table.stages)) layout.stages.push_back({range.begin, range.end});
   layout.samples.assign(static_cast<std::size_t>(layout.table.microbatches), config.train.microbatch);
   layout.sent_window = PipeDreamRow(robin, 0, 1).window();
-  plan::Memory most;
-  for (int stage = 0; stage < layout.table.stages; ++stage) {
-    layout.data.replicate = robin.replicas[static_cast<std::size_t>(stage)];
-    auto memory = plan::memory_of(model_of(config), layout, options, robin.first_rank(stage));
-    int versions = schedule::most_versions(robin, stage);
-    if (!config.layout.stash) versions = std::min(versions, 2);
-    if (versions > 1) {
-      if (memory.state.masters == 0) memory.state.masters = memory.state.parameters;
-      memory.state.parameters *= versions;
-    }
-    if (memory.total() > most.total()) most = memory;
+  std::vector<PredictedStage> stages;
+  for (int number = 0; number < layout.table.stages; ++number) {
+    const auto& units = layout.stages[static_cast<std::size_t>(number)];
+    const int replicas = robin.replicas[static_cast<std::size_t>(number)];
+    layout.data.replicate = replicas;
+    PredictedStage stage{.first_unit = units.begin,
+                         .units = units.end - units.begin,
+                         .replicas = replicas,
+                         .in_flight = schedule::in_flight(robin, number)};
+    const auto flats = plan::flats_of_stage(model, layout, number);
+    if (std::any_of(flats.begin(), flats.end(), [](const auto& flat) { return flat.any_trained(); }))
+      stage.versions = schedule::most_versions(robin, number);
+    if (!config.layout.stash) stage.versions = std::min(stage.versions, 2);
+    stage.memory = plan::memory_of(model, layout, options, robin.first_rank(number));
+    keep_versions(stage.memory.state, flats, stage.versions);
+    stages.push_back(stage);
   }
-  return most;
+  return stages;
 }
 
-}  // namespace
+Config beside_data_parallel(const Config& config) {
+  Config beside = config;
+  beside.layout = {};
+  beside.layout.replicate = config.ranks();
+  beside.layout.recompute = config.layout.recompute;
+  beside.layout.recompute_every = config.layout.recompute_every;
+  beside.layout.recompute_offload = config.layout.recompute_offload;
+  const auto all = config.ranks() * config.train.microbatch;
+  beside.train.batch = (config.train.batch + all - 1) / all * all;
+  return beside;
+}
 
 plan::Memory predict_memory(const Config& config) {
+  if (runs_pipedream(config)) {
+    const auto stages = predict_stages(config);
+    return std::max_element(stages.begin(), stages.end(),
+                            [](const auto& a, const auto& b) { return a.memory.total() < b.memory.total(); })
+        ->memory;
+  }
   auto options = memory_options_of(config);
-  if (runs_pipedream(config)) return predict_pipedream(config, options);
   if (config.layout.server > 0) {
     options.optimizer_states = 0;
     options.copies_to_save = false;

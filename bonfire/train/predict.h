@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bonfire/base/api.h"
 #include "bonfire/plan/layout.h"
@@ -29,6 +30,19 @@ BONFIRE_API plan::MemoryOptions memory_options_of(const Config& config);
 
 // Bytes that a rank holds at the peak of a step, from the configuration alone.
 BONFIRE_API plan::Memory predict_memory(const Config& config);
+
+// A stage of PipeDream's, on each of its ranks.
+struct PredictedStage {
+  int first_unit = 0, units = 0;
+  int replicas = 1;
+  int in_flight = 1;      // minibatches whose backward has not ended; with 2BW and flush, microbatches
+  int versions = 1;       // of its weights
+  plan::Memory memory{};  // parameters are those of all versions
+};
+// REQUIRES: the configuration runs PipeDream.
+BONFIRE_API std::vector<PredictedStage> predict_stages(const Config& config);
+// The same model as data parallelism on as many ranks, with batches of as many of its microbatches as every rank needs.
+BONFIRE_API Config beside_data_parallel(const Config& config);
 
 // Floating-point operations of forward and backward of one whole batch, recomputation not counted.
 BONFIRE_API double step_flops(const Config& config);

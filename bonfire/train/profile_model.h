@@ -9,10 +9,14 @@
 
 namespace bonfire {
 
-// What a profile of this configuration's model says of itself: another model, or another batch, has another one.
+// Leaves of [layout] what a Unit alone is as well: which activations it makes again. Resolve it for one rank then.
+BONFIRE_API void keep_units_alone(Config& config);
+
+// What a profile of this configuration's model says of itself: another model, or another batch, has another one. `model`
+// ends with a checksum of all keys that a Unit's costs follow from.
 struct ProfileStamp {
   std::string model;
-  std::int64_t batch = 0;
+  std::int64_t batch = 0, microbatch = 0;
   std::string device;
 };
 // REQUIRES: config is resolved, for one rank.

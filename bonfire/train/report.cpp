@@ -74,7 +74,8 @@ std::string summary(const TrainReport& report) {
     line("stale", fmt::format("gradients were made with weights at most {} updates old, by stage{}",
                               fmt::join(report.staleness, ", "),
                               report.stash ? "" : "; layout.stash = false: they are not the gradients of any weights"));
-    std::string drains = fmt::format("{}, {} in all", report.drains, format_seconds(report.drain_seconds));
+    std::string drains =
+        fmt::format("{}; emptying the pipeline took {} in all", report.drains, format_seconds(report.drain_seconds));
     if (report.seconds_lost_by_drain)
       drains +=
           fmt::format("; with filling the pipeline again, each costs {}", format_seconds(*report.seconds_lost_by_drain));
@@ -86,8 +87,9 @@ std::string summary(const TrainReport& report) {
   }
   for (const auto& words : report.server) line("server", words);
 
-  std::string speed = fmt::format("{} tokens/s, {} a step (median)", format_count(std::llround(report.tokens_per_second)),
-                                  format_seconds(report.step_ms * 1e-3));
+  // Where steps overlap, a rank has some that take time and others that take none.
+  std::string speed = fmt::format("{} tokens/s, {} a step ({})", format_count(std::llround(report.tokens_per_second)),
+                                  format_seconds(report.step_ms * 1e-3), report.staleness.empty() ? "median" : "mean");
   if (report.exposed_communication)
     speed += fmt::format(", {} of it waiting for other ranks", per_cent(*report.exposed_communication));
   if (report.mfu) speed += fmt::format(", {} of the GPU's peak", per_cent(*report.mfu));

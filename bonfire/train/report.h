@@ -25,7 +25,7 @@ struct TrainReport {
   std::optional<double> entropy_floor{};
   std::optional<double> eval_loss{};   // the last evaluation's
   double tokens_per_second = 0;        // over all ranks, of the median step
-  double step_ms = 0;                  // median, without the steps that set the run up
+  double step_ms = 0;                  // median, without the steps that set the run up; the mean where steps overlap
   std::int64_t peak_memory_bytes = 0;  // largest rank: what training added to the process before the model was built
   std::int64_t predicted_memory_bytes = 0;
   // Share of the steps in which the slowest rank waited for others. Nothing on GPUs, where the host does not wait.

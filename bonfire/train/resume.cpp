@@ -13,6 +13,7 @@
 #include "bonfire/plan/adapters.h"
 #include "bonfire/train/adapters.h"
 #include "bonfire/train/config_keys.h"
+#include "bonfire/train/pipedream_model.h"
 #include "bonfire/train/run_folder.h"
 #include "bonfire/train/weights.h"
 
@@ -57,6 +58,7 @@ void require_checkpoint(const Config& config, const fs::path& checkpoint, LookAt
     fail_key(
         config, "train.steps",
         fmt::format("the checkpoint '{}' is of step {}; allowed: more steps than that", checkpoint.string(), manifest.step));
+  if (runs_pipedream(config)) require_whole_rounds(config, manifest.step, checkpoint.string());
   if (look == LookAt::files) check_files(checkpoint, manifest);
 }
 

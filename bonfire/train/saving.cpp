@@ -4,6 +4,7 @@
 #include "bonfire/plan/adapters.h"
 #include "bonfire/shard/selected_slices.h"
 #include "bonfire/train/adapters.h"
+#include "bonfire/train/pipedream_model.h"
 #include "bonfire/train/resume.h"
 #include "bonfire/train/weights.h"
 
@@ -79,6 +80,7 @@ void Saving::begin_with_base() {
 
 std::int64_t Saving::resume() {
   const std::int64_t step = begin();
+  if (runs_pipedream(run_.config)) require_whole_rounds(run_.config, step, folder_.string());
   const bool may_go_back = run_.config.train.nan_policy == "rollback";
   if (may_go_back && checkpoints_->last_saved() != step) checkpoints_->save_now(step, contents());
   return step;

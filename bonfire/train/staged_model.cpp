@@ -12,6 +12,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/models/model.h"
+#include "bonfire/models/precision.h"
 #include "bonfire/pipeline/unit_costs.h"
 #include "bonfire/schedule/generate.h"
 #include "bonfire/schedule/pipedream.h"
@@ -123,8 +124,9 @@ UnitsToMeasure units_to_measure(const Config& config, const World& world, const 
   auto build = build_options(config, world, mesh);
   build.dtype = scalar_type(data_parallel_of(config).compute);
   UnitsToMeasure units{.chain = units_of(model), .example = example_of(config, source, world)};
-  units.chain.build = [model, build](UnitRange range) {
+  units.chain.build = [model, build, kept = kept_of(config)](UnitRange range) {
     auto part = build_model(plan::part_of(model, range.begin, range.end), build);
+    keep_for_backward(*part, kept);
     return StageModule{part, [part](Tensors values, const Microbatch& microbatch) {
                          return Tensors{part->forward(values[0], part->head() ? microbatch.target[0] : at::Tensor())};
                        }};

@@ -79,13 +79,14 @@ void read(const Run& run, StepTaken& taken) {
   const bool loss_finite = std::isfinite(taken.loss.mean);
   if (loss_finite) taken.update.gradient_norm = values.gradient_norm;
   taken.staleness = values.staleness;
+  taken.stale_stages = values.stale_stages;
   taken.seconds = values.seconds;
   taken.update.skipped = !loss_finite || !std::isfinite(values.gradient_norm);
   taken.reading.reset();
 }
 
 bool enforce_nan_policy(const Run& run, const StepTaken& taken) {
-  const auto& [step, lr, loss, update, staleness, seconds, reading] = taken;
+  const auto& [step, lr, loss, update, staleness, seconds, stale_stages, reading] = taken;
   const bool loss_finite = std::isfinite(loss.mean);
   // With fp16 a gradient that overflows is the scaler's business.
   if (loss_finite && (!update.skipped || run.scaler)) return true;

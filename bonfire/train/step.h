@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "bonfire/base/api.h"
 #include "bonfire/train/build.h"
@@ -26,6 +27,7 @@ struct StepTaken {
   StepLoss loss{};
   StepResult update{};
   std::optional<double> staleness{}, seconds{};
+  std::vector<int> stale_stages{};
   std::shared_ptr<StepReading> reading{};  // of a step that the device may not have ended
 };
 

@@ -24,7 +24,8 @@ class StepReading {
     double own_loss = 0;       // mean over this rank's part of the batch
     double sum_of_losses = 0;  // of all data-parallel ranks
     double gradient_norm = 0;
-    std::optional<double> staleness{};  // in updates, where steps overlap
+    std::optional<double> staleness{};  // in updates, where steps overlap: the most of any stage
+    std::vector<int> stale_stages{};    // the same by stage
     std::optional<double> seconds{};    // that it took, where that is not from one reading to the next
   };
   // Host: waits until it is there.

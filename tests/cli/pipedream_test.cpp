@@ -69,9 +69,152 @@ TEST(PipeDream, FromProfileToPartitionToTraining) {
 
   ended = scratch.bonfire("profile a.toml --set model.layers=5 --repeats 1 -o q.json");
   ASSERT_EQ(ended.code, 0) << ended.err;
-  ended = scratch.bonfire("partition q.json --cluster 3@1e9 --for a.toml");
-  EXPECT_EQ(ended.code, 2);
-  EXPECT_NE(ended.err.find("profile 'q.json' is of model 'llama, 7 Units"), std::string::npos) << ended.err;
+  const auto expect_refused = [&](const std::string& arguments, const char* words) {
+    const auto refused = scratch.bonfire("partition " + arguments);
+    EXPECT_EQ(refused.code, 2) << arguments;
+    EXPECT_EQ(std::count(refused.err.begin(), refused.err.end(), '\n'), 1) << refused.err;
+    EXPECT_NE(refused.err.find(words), std::string::npos) << refused.err;
+  };
+  expect_refused("q.json --cluster 3@1e9 --for a.toml", "profile 'q.json' is of model 'llama, 7 Units");
+  // As many Units and parameters, but not the same.
+  scratch.write("again.toml", std::string(model) + "[layout]\nrecompute = \"full\"\n");
+  expect_refused("p.json --cluster 3@1e9 --for again.toml", "profile 'p.json' is of model");
+  auto other = std::string(model);
+  other.replace(other.find("heads = 4"), 9, "heads = 8");
+  scratch.write("heads.toml", other);
+  expect_refused("p.json --cluster 3@1e9 --for heads.toml", "profile 'p.json' is of model");
+  other = model;
+  other.replace(other.find("\nbatch = 4"), 10, "\nbatch = 8");
+  scratch.write("batch.toml", other);
+  expect_refused("p.json --cluster 3@1e9 --for batch.toml", "profile 'p.json' is of batch '4', and batch.toml has '8'");
+  other = model;
+  other.replace(other.find("microbatch = 2"), 14, "microbatch = 1");
+  scratch.write("micro.toml", other);
+  expect_refused("p.json --cluster 3@1e9 --for micro.toml", "is of microbatches '2'");
+  auto elsewhere = profile;
+  elsewhere["device"] = "NVIDIA of old";
+  scratch.write("elsewhere.json", elsewhere.dump());
+  expect_refused("elsewhere.json --cluster 3@1e9 --for a.toml", "is of device 'NVIDIA of old', and a.toml has 'cpu'");
+}
+
+// What is made again is not kept, and what is frozen has no gradients.
+TEST(PipeDream, AProfileIsOfTheUnitsThatWillRun) {
+  const Scratch scratch;
+  scratch.write("a.toml", model);
+  const auto profile = [&](const std::string& more) {
+    const auto ended = scratch.bonfire("profile a.toml --repeats 1 --json " + more);
+    EXPECT_EQ(ended.code, 0) << ended.err;
+    return json::parse(ended.out).at("units");
+  };
+  const auto plain = profile(""), again = profile("--set layout.recompute=full"),
+             frozen = profile("--set 'train.freeze=[\"blocks.0\"]'");
+  for (std::size_t unit = 1; unit < 5; ++unit)
+    EXPECT_LT(again[unit].at("saved_bytes").get<double>(), 0.5 * plain[unit].at("saved_bytes").get<double>()) << unit;
+  EXPECT_EQ(frozen[1].at("state_bytes"), 0);
+  EXPECT_EQ(frozen[2].at("state_bytes"), plain[2].at("state_bytes"));
+}
+
+// With keys that have no more than what the partitioner wrote and a model, all others are as they are by default.
+TEST(PipeDream, WhatThePartitionerWritesRunsByDefault) {
+  const Scratch scratch;
+  json profile{{"model", "m"}, {"batch", 4}, {"microbatch", 2}, {"device", "cpu"}, {"units", json::array()}};
+  for (int unit = 0; unit < 6; ++unit)
+    profile["units"].push_back({{"name", std::to_string(unit)},
+                                {"forward_ms", unit < 5 ? 0.2 : 0.33},
+                                {"backward_ms", unit < 5 ? 0.4 : 0.67},
+                                {"forward_spread_ms", 0},
+                                {"backward_spread_ms", 0},
+                                {"output_bytes", 100},
+                                // The last one is not worth averaging.
+                                {"parameter_bytes", unit < 5 ? 0 : 1000000},
+                                {"state_bytes", 0},
+                                {"saved_bytes", 0}});
+  scratch.write("p.json", profile.dump());
+  auto ended = scratch.bonfire("partition p.json --cluster 4@1e9 -o layout.toml");
+  ASSERT_EQ(ended.code, 0) << ended.err;
+  const auto keys = scratch.read("layout.toml");
+  EXPECT_NE(keys.find("# train.steps, train.eval_every and checkpoint.every: multiples of 3"), std::string::npos) << keys;
+  EXPECT_NE(keys.find("stages = [5, 1]\nreplicas = [3, 1]\n"), std::string::npos) << keys;
+  scratch.write("b.toml",
+                "[run]\nname = \"b\"\ndevice = \"cpu\"\n[model]\ntype = \"llama\"\ndim = 16\nlayers = 4\nheads = 2\nffn = "
+                "24\nvocab = 64\ntied = false\n[data]\nsequence = 8\n[train]\nbatch = 4\nmicrobatch = 2\n" +
+                    keys);
+  ended = scratch.bonfire("train b.toml --json");
+  ASSERT_EQ(ended.code, 0) << ended.err;
+  const auto report = json::parse(ended.out);
+  EXPECT_EQ(report.at("steps"), 201);
+  EXPECT_EQ(report.at("staleness"), json({1, 0}));
+  EXPECT_TRUE(std::filesystem::exists(scratch.path() / "runs/b/checkpoints/step-00000201"));
+}
+
+// docs/pipedream.md has the formulas; what a run says that it was predicted to need is the largest.
+TEST(PipeDream, ThePlanStatesVersionsAndMemoryBesideDataParallelism) {
+  const Scratch scratch;
+  scratch.write("a.toml", model);
+  // Embedding and two blocks; two blocks and the head.
+  const double block = 4 * (2 * 64 + 4 * 64 * 64 + 3 * 64 * 192), table = 4 * 512 * 64;
+  const double bytes[] = {table + 2 * block, 2 * block + table + 4 * 64};
+  struct Mode {
+    const char* schedule;
+    int batch;
+    std::vector<int> in_flight, versions;  // with replicas 2-1
+  };
+  for (const auto& [schedule, batch, in_flight, versions] :
+       {Mode{"pipedream", 4, {2, 1}, {2, 1}}, Mode{"pipedream-vertical", 4, {2, 1}, {2, 4}},
+        Mode{"pipedream-2bw", 12, {2, 1}, {2, 2}}, Mode{"pipedream-flush", 12, {2, 1}, {1, 1}}}) {
+    SCOPED_TRACE(schedule);
+    const auto keys = std::string(" a.toml --set layout.pipeline=2 --set 'layout.replicas=[2,1]' --set layout.schedule=") +
+                      schedule + " --set train.batch=" + std::to_string(batch);
+    auto ended = scratch.bonfire("plan --memory --json" + keys);
+    ASSERT_EQ(ended.code, 0) << ended.err;
+    const auto plan = json::parse(ended.out);
+    ASSERT_EQ(plan.at("stages").size(), 2u);
+    double most = 0;
+    for (std::size_t at = 0; at < 2; ++at) {
+      const auto& stage = plan.at("stages")[at];
+      EXPECT_EQ(stage.at("replicas"), at == 0 ? 2 : 1);
+      EXPECT_EQ(stage.at("in_flight"), in_flight[at]);
+      EXPECT_EQ(stage.at("versions"), versions[at]) << at;
+      // Where there are several, what updates change lies apart.
+      const int copies = versions[at] + (versions[at] > 1 ? 1 : 0);
+      EXPECT_NEAR(stage.at("weights_bytes").get<double>(), copies * bytes[at], 0.002 * copies * bytes[at]);
+      EXPECT_NEAR(stage.at("gradient_bytes").get<double>(), bytes[at], 0.002 * bytes[at]);
+      EXPECT_NEAR(stage.at("optimizer_bytes").get<double>(), 2 * bytes[at], 0.004 * bytes[at]);
+      EXPECT_GT(stage.at("activation_bytes").get<double>(), 0);
+      most = std::max(most, stage.at("memory_bytes").get<double>());
+    }
+    EXPECT_EQ(plan.at("memory_bytes"), most);
+    ended = scratch.bonfire("train --json --set train.steps=2" + keys);
+    ASSERT_EQ(ended.code, 0) << ended.err;
+    EXPECT_EQ(json::parse(ended.out).at("predicted_memory_bytes"), most);
+    // Beside it, as it says of itself.
+    const auto& beside = plan.at("data_parallel");
+    EXPECT_EQ(beside.at("ranks"), 3);
+    EXPECT_EQ(beside.at("batch"), batch == 4 ? 6 : 12);
+    ended = scratch.bonfire("plan --memory --json a.toml --set layout.replicate=3 --set train.batch=" +
+                            std::to_string(beside.at("batch").get<int>()));
+    ASSERT_EQ(ended.code, 0) << ended.err;
+    EXPECT_EQ(json::parse(ended.out).at("memory_bytes"), beside.at("memory_bytes"));
+    ended = scratch.bonfire("plan --memory" + keys);
+    EXPECT_NE(ended.out.find(std::string(schedule) + " on 3 ranks, replicas 2-1"), std::string::npos) << ended.out;
+    EXPECT_NE(ended.out.find("Data parallelism on 3 ranks"), std::string::npos) << ended.out;
+  }
+  for (const char* option : {"--gpus 4", "--cap 1"}) {
+    const auto ended = scratch.bonfire(std::string("plan a.toml --memory --set layout.pipeline=2 --set "
+                                                   "layout.schedule=pipedream ") +
+                                       option);
+    EXPECT_EQ(ended.code, 2);
+    EXPECT_NE(ended.err.find("allowed: neither --gpus nor --cap"), std::string::npos) << ended.err;
+  }
+  // A stage without anything to train has one version, and no masters.
+  const auto ended = scratch.bonfire(
+      "plan a.toml --memory --json --set layout.pipeline=2 --set layout.schedule=pipedream --set "
+      "'train.freeze=[\"embedding\",\"blocks.0\",\"blocks.1\"]'");
+  ASSERT_EQ(ended.code, 0) << ended.err;
+  const auto frozen = json::parse(ended.out).at("stages")[0];
+  EXPECT_EQ(frozen.at("versions"), 1);
+  EXPECT_NEAR(frozen.at("weights_bytes").get<double>(), bytes[0], 0.002 * bytes[0]);
+  EXPECT_EQ(frozen.at("gradient_bytes"), 0);
 }
 
 TEST(PipeDream, TrainsInEveryMode) {
@@ -186,7 +329,9 @@ TEST(PipeDream, TheWholePeakIsPredicted) {
         "--set layout.pipeline=2 --set layout.schedule=pipedream-2bw --set train.batch=8",
         "--set layout.pipeline=2 --set layout.schedule=pipedream-flush --set train.batch=8",
         "--set layout.pipeline=3 --set layout.schedule=pipedream --set checkpoint.every=4 --set checkpoint.drain=false",
-        "--set layout.pipeline=2 --set 'layout.replicas=[2,1]' --set layout.schedule=pipedream"}) {
+        "--set layout.pipeline=2 --set 'layout.replicas=[2,1]' --set layout.schedule=pipedream",
+        "--set layout.pipeline=2 --set layout.schedule=pipedream --set 'train.freeze=[\"embedding\",\"blocks.0\"]'",
+        "--set layout.pipeline=2 --set layout.schedule=pipedream-vertical --set train.precision=bf16"}) {
     const auto ended = scratch.bonfire(std::string("train a.toml --json ") + layout);
     ASSERT_EQ(ended.code, 0) << ended.err;
     const auto report = json::parse(ended.out);
@@ -201,8 +346,8 @@ TEST(PipeDream, WithoutStashingTheSummarySaysSo) {
   const auto ended =
       scratch.bonfire("train a.toml --set layout.pipeline=2 --set layout.schedule=pipedream --set layout.stash=false");
   ASSERT_EQ(ended.code, 0) << ended.err;
-  EXPECT_NE((ended.out + ended.err).find("they are not the gradients of any weights"), std::string::npos)
-      << ended.out << ended.err;
+  for (const char* words : {"they are not the gradients of any weights", " a step (mean)", "emptying the pipeline took"})
+    EXPECT_NE((ended.out + ended.err).find(words), std::string::npos) << words << ended.out << ended.err;
 }
 
 TEST(PipeDream, RecomputedBlocksHaveTheSameUpdates) {

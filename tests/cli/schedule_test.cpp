@@ -1,6 +1,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <string>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -41,6 +43,45 @@ TEST(ScheduleCommand, DrawsAPicture) {
   EXPECT_EQ(scratch.read("v.svg").substr(0, 5), "<svg ");
 }
 
+// Three ranks take minibatches by turns for one that takes all.
+TEST(ScheduleCommand, PipeDreamsTablesSayVersionsAndStaleness) {
+  const testing::Scratch scratch;
+  auto ended = scratch.bonfire("schedule pipedream --ranks 4 --replicas 3,1 --minibatches 9 --svg p.svg");
+  ASSERT_EQ(ended.code, 0) << ended.err;
+  for (const char* words :
+       {"pipedream: 4 ranks, replicas 3,1, 9 minibatches of 1\n", "rank 3: ", "1F0", "1B8", "0U",
+        "versions of the weights held by rank: 2 2 2 1\n", "staleness of updates by rank, at most: 1 1 1 0\n"})
+    EXPECT_NE(ended.out.find(words), std::string::npos) << words << " is not in: " << ended.out;
+  EXPECT_EQ(scratch.read("p.svg").substr(0, 5), "<svg ");
+
+  ended = scratch.bonfire("schedule pipedream --ranks 4 --replicas 3,1 --minibatches 9 --json");
+  ASSERT_EQ(ended.code, 0) << ended.err;
+  const auto json = nlohmann::json::parse(ended.out);
+  EXPECT_EQ(json.at("replicas"), nlohmann::json({3, 1}));
+  EXPECT_EQ(json.at("minibatches"), 9);
+  EXPECT_EQ(json.at("versions_held"), nlohmann::json({2, 2, 2, 1}));
+  EXPECT_EQ(json.at("staleness"), nlohmann::json({{0, 1, 1}, {0, 1, 1}, {0, 1, 1}, {0, 0, 0, 0, 0, 0, 0, 0, 0}}));
+  ASSERT_EQ(json.at("table").size(), 4u);
+  for (int rank = 0; rank < 4; ++rank) {
+    std::vector<std::string> forwards, expected;
+    int updates = 0;
+    const auto& row = json.at("table")[static_cast<std::size_t>(rank)];
+    const auto& versions = json.at("versions")[static_cast<std::size_t>(rank)];
+    ASSERT_EQ(versions.size(), row.size());
+    for (std::size_t cell = 0; cell < row.size(); ++cell) {
+      const auto text = row[cell].get<std::string>();
+      if (text[1] == 'F') forwards.push_back(text);
+      if (text.back() == 'U') {
+        EXPECT_EQ(versions[cell], ++updates);
+      }
+    }
+    for (int minibatch = rank < 3 ? rank : 0; minibatch < 9; minibatch += rank < 3 ? 3 : 1)
+      expected.push_back((rank < 3 ? "0F" : "1F") + std::to_string(minibatch));
+    EXPECT_EQ(forwards, expected) << "rank " << rank;
+    EXPECT_EQ(updates, rank < 3 ? 3 : 9) << "rank " << rank;
+  }
+}
+
 TEST(ScheduleCommand, BadRequestsAreOneLine) {
   const testing::Scratch scratch;
   scratch.write("no_send.txt", "0F0 0SF0 0RB0 0B0\n1RF0 1F0 1B0\n");
@@ -65,6 +106,15 @@ TEST(ScheduleCommand, BadRequestsAreOneLine) {
   refused("good.txt --ranks 3", "--ranks 3: the table in 'good.txt' has 2");
   refused("good.txt --microbatches 3", "--microbatches 3: the table in 'good.txt' has 1");
   refused("good.txt --chunks 2", "--chunks 2: the table in 'good.txt' has 2 stages on 2 ranks");
+  refused("pipedream --ranks 5 --replicas 3,1", "--ranks 5: --replicas 3,1 are 4 together");
+  refused("pipedream", "schedule pipedream: --ranks, or --replicas, is required");
+  refused("pipedream --ranks 4 --chunks 2", "--chunks does not go with it");
+  refused("pipedream --replicas 3,0", "0 replicas; allowed: 1 or more");
+  refused("pipedream --replicas 2,3 --minibatches 8", "whole rounds of all stages, a multiple of 6");
+  refused("pipedream-flush --replicas 2,3 --microbatches 8", "a multiple of 6");
+  refused("1f1b --ranks 4 --microbatches 4 --replicas 3,1", "--replicas does not go with it");
+  refused("gpipe --ranks 4 --microbatches 4 --minibatches 3", "--minibatches does not go with it");
+  refused("pipedream-2bw --ranks 4 --microbatches 2 --json", "allowed: more microbatches in a minibatch");
   // People see where: the table is on stdout, with the cell in brackets.
   EXPECT_EQ(refused("no_send.txt", "rank 1, cell 2, '1B0': the send '1SB0' is missing"),
             "rank 0: 0F0  0SF0 0RB0  0B0\n"

@@ -1,11 +1,13 @@
 #include "bonfire/pipeline/pipedream.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <numeric>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -17,6 +19,9 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/optim/optimizer.h"
+#include "bonfire/pipeline/pipedream_row.h"
+#include "bonfire/schedule/lowering.h"
+#include "bonfire/schedule/text.h"
 #include "tests/pipeline/pipedream_oracle.h"
 #include "tests/pipeline/pipedream_trained.h"
 #include "tests/support/ranks.h"
@@ -71,7 +76,7 @@ void expect_equations(const OracleRun& run, int updates = 50) {
     EXPECT_EQ(staleness[stage], oracle.staleness(static_cast<int>(stage))) << "stage " << stage;
 }
 
-const std::vector<std::vector<int>> layouts = {{1, 1}, {2, 1}, {3, 1}, {2, 3}, {1, 2, 1}, {1, 1, 1}, {1, 1, 1, 1}};
+const std::vector<std::vector<int>> layouts = {{1}, {3}, {1, 1}, {2, 1}, {3, 1}, {2, 3}, {1, 2, 1}, {1, 1, 1}, {1, 1, 1, 1}};
 
 TEST(PipeDream, FollowsItsEquationsWithMomentum) {
   for (const auto mode : modes)
@@ -160,7 +165,7 @@ TEST(PipeDream, ClipsTheGradientOfEachStage) {
 // As many versions and activations as the page says.
 TEST(PipeDream, KeepsWhatItNeedsAndNoMore) {
   for (const auto mode : modes)
-    for (const auto& replicas : {std::vector{1, 1, 1, 1}, {3, 1}, {1, 2, 1}}) {
+    for (const auto& replicas : {std::vector{1, 1, 1, 1}, {3, 1}, {1, 2, 1}, {2, 3}, {3}}) {
       const auto run = run_of(replicas, mode);
       SCOPED_TRACE(fmt::format("{} on {}", run.mode, fmt::join(replicas, "-")));
       const int ranks = std::accumulate(replicas.begin(), replicas.end(), 0);
@@ -174,17 +179,70 @@ TEST(PipeDream, KeepsWhatItNeedsAndNoMore) {
         for (std::size_t at = static_cast<std::size_t>(stage); at < replicas.size(); ++at) here += replicas[at];
         const int own = replicas[static_cast<std::size_t>(stage)], depth = (here + own - 1) / own;
         EXPECT_EQ(trained.pipeline->peak_activations(), depth);
-        const bool single = ranks == static_cast<int>(replicas.size());
+        // As the page derives it for vertical synchronisation.
+        const int first = replicas.front(), admitted = (ranks + first - 1) / first;
+        const int vertical = 1 + (admitted * first - std::gcd(first, own) + own - 1) / own;
         const int most = mode == WeightMode::stashing      ? depth
                          : mode == WeightMode::two_buffers ? 2
                          : mode == WeightMode::flush       ? 1
-                         : single                          ? ranks
-                                                           : schedule::most_versions(robin_of(run), stage);
+                                                           : vertical;
         EXPECT_EQ(trained.pipeline->versions(), most);
-        for (const auto& flat : trained.pipeline->engine().flats())
-          EXPECT_EQ(flat->options().versions, trained.pipeline->versions());
+        // There is no generation of that number, so all that are there have come since.
+        for (const auto& flat : trained.pipeline->engine().flats()) EXPECT_EQ(flat->behind(-1), most);
       });
     }
+}
+
+// What a rank is handed piece by piece is its row of the whole table, however long that is, and no more of it is at hand
+// than at the beginning.
+TEST(PipeDream, ARowIsHandedOutPieceByPiece) {
+  using schedule::Action;
+  const auto is_receive = [](const Action& action) { return schedule::is_receive(action.kind); };
+  for (const auto mode : modes)
+    for (const auto& replicas : {std::vector{1}, {3}, {1, 1, 1, 1}, {3, 1}, {2, 3}, {1, 2, 1}})
+      for (const int rounds : {1, 2, 5, 12, 150}) {
+        auto robin = robin_of(run_of(replicas, mode));
+        robin.minibatches = rounds * robin.round();
+        SCOPED_TRACE(fmt::format("{} on {}, {} minibatches", name_of(mode), fmt::join(replicas, "-"), robin.minibatches));
+        const auto table = schedule::lower(schedule::pipedream(robin), {.receive_ahead = 1, .reductions = true});
+        for (int rank = 0; rank < robin.ranks(); ++rank) {
+          PipeDreamRow row(robin, rank, 1);
+          std::vector<Action> handed;
+          std::size_t most = 0, most_early = 0;
+          const auto take = [&](const std::vector<Executor::Cell>& cells) {
+            for (const auto& cell : cells) handed.push_back(cell.action);
+          };
+          for (int minibatch = 1; minibatch <= robin.minibatches; ++minibatch) {
+            take(row.admit(minibatch));
+            most = std::max(most, row.cells_at_hand());
+            if (minibatch <= 60 * robin.round()) most_early = most;
+          }
+          take(row.drain(robin.minibatches));
+          EXPECT_EQ(most, most_early);
+          // Receives may come later than in the whole table, where their minibatch was not admitted; never behind what reads
+          // them.
+          auto expected = table.rows[static_cast<std::size_t>(rank)];
+          std::vector<Action> received, wanted;
+          std::copy_if(handed.begin(), handed.end(), std::back_inserter(received), is_receive);
+          std::copy_if(expected.begin(), expected.end(), std::back_inserter(wanted), is_receive);
+          for (const auto& receive : received) {
+            const auto reader =
+                receive.kind == schedule::Kind::receive_forward ? schedule::Kind::forward : schedule::Kind::backward;
+            const auto at = std::find(handed.begin(), handed.end(), receive);
+            EXPECT_NE(std::find(at, handed.end(), Action{receive.stage, reader, receive.microbatch}), handed.end())
+                << schedule::to_text(receive);
+          }
+          const auto by_number = [](const Action& a, const Action& b) {
+            return std::tuple(a.kind, a.microbatch) < std::tuple(b.kind, b.microbatch);
+          };
+          std::sort(received.begin(), received.end(), by_number);
+          std::sort(wanted.begin(), wanted.end(), by_number);
+          EXPECT_EQ(received, wanted);
+          std::erase_if(handed, is_receive);
+          std::erase_if(expected, is_receive);
+          EXPECT_EQ(handed, expected) << "rank " << rank;
+        }
+      }
 }
 
 // Without stashing a backward has other weights than its forward: what comes out is no mode's.
