@@ -33,9 +33,8 @@ std::vector<std::string> products_for(std::int64_t ranks) {
 
 void resolve_ranks(Config& config, std::int64_t ranks) {
   const char* first_given = config.layout.replicas.empty() ? nullptr : "layout.replicas";
-  for (const char* axis : axes) {
+  for (const char* axis : axes)
     if (!first_given && config.given(axis)) first_given = axis;
-  }
   const auto servers = config.layout.server;
   if (servers > 0 && servers >= ranks)
     fail_key(config, "layout.server",
@@ -187,9 +186,8 @@ void check_optimizer(const Config& config) {
     fail_key(config, "optimizer.min_lr",
              fmt::format("is more than optimizer.lr = {}; allowed: 0 to {}", optimizer.lr, optimizer.lr));
   }
-  if (optimizer.type == "sgd" && optimizer.nesterov && optimizer.momentum == 0) {
+  if (optimizer.type == "sgd" && optimizer.nesterov && optimizer.momentum == 0)
     fail_key(config, "optimizer.nesterov", "needs momentum; allowed with: optimizer.momentum more than 0");
-  }
 }
 
 void check_steps(const Config& config) {

@@ -86,14 +86,15 @@ void require_rounds(const Config& config, int round) {
 // Numbers of microbatches begin anew when the pipeline has run empty.
 void require_drains(const Config& config, const schedule::RoundRobin& robin) {
   auto longest = config.train.steps;
-  for (const auto every : {config.train.eval_every, config.checkpoint.every})
+  const auto drained_to_save = config.checkpoint.drain ? config.checkpoint.every : 0;
+  for (const auto every : {config.train.eval_every, drained_to_save})
     if (every > 0) longest = std::min(longest, every);
   const auto most = most_without_drain(robin);
   if (longest > most)
     fail_key(
         config, "train.steps",
         fmt::format("the pipeline runs for {} minibatches without running empty; allowed: up to {}, or train.eval_every, "
-                    "or checkpoint.every",
+                    "or checkpoint.every with checkpoint.drain = true",
                     longest, most));
 }
 
