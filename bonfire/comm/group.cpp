@@ -37,7 +37,8 @@ void check(const Group::State& group, CollectiveKind kind, const at::Tensor& ten
   require(tensor.is_contiguous(),
           "{} over '{}': the tensor {} has strides [{}]; collectives need contiguous tensors: call .contiguous() first",
           name_of(kind), group.name, shape_of(tensor), fmt::join(tensor.strides(), ", "));
-  require(tensor.device().type() == group.device.type(),
+  // A rank alone sends nothing, wherever it computes.
+  require(group.size() == 1 || tensor.device().type() == group.device.type(),
           "{} over '{}': the tensor is on {}, the group's ranks compute on {}", name_of(kind), group.name,
           tensor.device().str(), group.device.str());
   switch (tensor.scalar_type()) {
