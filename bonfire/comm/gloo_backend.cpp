@@ -229,8 +229,11 @@ class GlooBackend final : public C10dBackend {
     std::vector<at::Tensor> tensors;
     for (const auto& message : messages) {
       std::vector<at::Tensor> one{message.tensor};
-      works.push_back(message.way == Message::Way::send ? backend().send(one, message.peer, 0)
-                                                        : backend().recv(one, message.peer, 0));
+      // On a connection that is gone this throws at once.
+      works.push_back(with_peers([&] {
+        return message.way == Message::Way::send ? backend().send(one, message.peer, 0)
+                                                 : backend().recv(one, message.peer, 0);
+      }));
       tensors.push_back(message.tensor);
     }
     return Work(
