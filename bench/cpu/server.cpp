@@ -2,10 +2,12 @@
 // instead of computing, over emulated network cards: one for each rank, so that a server's card is the bottleneck that it
 // is.
 //
-//   bench_server [--repeats 5] [--svg FILE]
+//   bench_server [--repeats 5] [--svg FILE] [--workers N] [--servers K]
 //
 // Ranks are threads. "Predicted" is the plan's time of a step on the clock, from the measured forward and backward times of
-// a Unit in the same run and the card's time for each message. FILE gets the predictions for up to 64 workers as a drawing.
+// a Unit in the same run and the card's time for each message. FILE gets how fast the parameter server is beside the
+// all-reduce as a drawing: what was measured over what was predicted, and predictions for clusters of up to 64 workers.
+// N and K measure those alone.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -205,48 +207,87 @@ double cluster_seconds(const Cluster& on, int workers, int servers) {
                       : predict_served(workers, servers, on.link, unit, on.bytes / on.units, on.units);
 }
 
-// Speed-ups over the number of workers, both in powers of two.
-void draw(const std::string& file, const Cluster& on) {
+// How many times as fast as the all-reduce the parameter server is, for so many workers of each server.
+struct Point {
+  double workers_of_server = 0, ratio = 0;
+};
+struct Curve {
+  std::string name, colour, dashes;
+  std::vector<Point> line, dots;  // predicted, measured
+};
+
+// One frame of a drawing: both axes begin at `left` and `bottom`, the ratio is linear, the workers of a server in powers of
+// two.
+struct Frame {
+  double left, first, last;
+  static constexpr double bottom = 330, width = 400, height = 260, most = 1.3;
+  double x(double workers) const { return left + width * std::log2(workers / first) / std::log2(last / first); }
+  static double y(double ratio) { return bottom - height * ratio / most; }
+};
+
+void draw(std::ostream& svg, const Frame& on, const std::string& title, const std::vector<Curve>& curves) {
+  svg << "<text x=\"" << on.left << "\" y=\"28\" font-weight=\"bold\">" << title << "</text>\n";
+  for (double workers = on.first; workers <= on.last; workers *= 2) {
+    svg << "<line x1=\"" << on.x(workers) << "\" y1=\"" << on.y(0) << "\" x2=\"" << on.x(workers) << "\" y2=\""
+        << on.y(on.most) << "\" stroke=\"#eee\"/><text x=\"" << on.x(workers) << "\" y=\"348\" text-anchor=\"middle\">";
+    workers < 1 ? svg << "1/" << 1 / workers : svg << workers;
+    svg << "</text>\n";
+  }
+  for (int tenths = 0; tenths <= 12; tenths += 2)
+    svg << "<line x1=\"" << on.left << "\" y1=\"" << on.y(tenths / 10.0) << "\" x2=\"" << on.left + on.width << "\" y2=\""
+        << on.y(tenths / 10.0) << "\" stroke=\"" << (tenths == 10 ? "#000" : "#eee") << "\"/><text x=\"" << on.left - 8
+        << "\" y=\"" << on.y(tenths / 10.0) + 4 << "\" text-anchor=\"end\">" << tenths / 10.0 << "</text>\n";
+  svg << "<text x=\"" << on.left + on.width / 2
+      << "\" y=\"370\" text-anchor=\"middle\">workers of each server (n/K)</text>\n";
+  double label = 396;
+  for (const auto& curve : curves) {
+    svg << "<polyline fill=\"none\" stroke-width=\"2\" stroke=\"" << curve.colour << "\" stroke-dasharray=\"" << curve.dashes
+        << "\" points=\"";
+    for (const auto& at : curve.line) svg << on.x(at.workers_of_server) << ',' << on.y(at.ratio) << ' ';
+    svg << "\"/>\n";
+    for (const auto& at : curve.dots)
+      svg << "<circle r=\"4\" cx=\"" << on.x(at.workers_of_server) << "\" cy=\"" << on.y(at.ratio) << "\" fill=\""
+          << curve.colour << "\"/>\n";
+    svg << "<line x1=\"" << on.left << "\" y1=\"" << label - 4 << "\" x2=\"" << on.left + 30 << "\" y2=\"" << label - 4
+        << "\" stroke-width=\"2\" stroke=\"" << curve.colour << "\" stroke-dasharray=\"" << curve.dashes << "\"/><text x=\""
+        << on.left + 38 << "\" y=\"" << label << "\">" << curve.name << "</text>\n";
+    label += 18;
+  }
+}
+
+void draw(const std::string& file, const std::vector<Curve>& measured) {
+  std::vector<Curve> predicted;
+  const char* const colours[] = {"#d33", "#e90", "#36c"};
+  for (const bool slow : {true, false})
+    for (const int servers : {1, 4, 16}) {
+      const auto& on = clusters[slow ? 0 : 1];
+      auto& curve = predicted.emplace_back();
+      curve.name = std::to_string(servers) + (servers == 1 ? " server, " : " servers, ") + (slow ? "10" : "100") + " Gbit/s";
+      curve.colour = colours[servers == 1 ? 0 : servers == 4 ? 1 : 2];
+      curve.dashes = slow ? "" : "6 4";
+      for (const int workers : cluster_workers)
+        curve.line.push_back(
+            {1.0 * workers / servers, cluster_seconds(on, workers, 0) / cluster_seconds(on, workers, servers)});
+    }
   std::ofstream svg(file);
-  const auto x = [](double workers) { return 60 + 90 * std::log2(workers); };
-  const auto y = [](double speed) { return 320 - 46 * std::log2(std::max(speed, 0.9)); };
-  svg << "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 760 380\" font-family=\"sans-serif\" font-size=\"13\">\n"
-      << "<rect width=\"760\" height=\"380\" fill=\"white\"/>\n<text x=\"60\" y=\"22\">" << on.name
-      << ": speed-up over one worker, predicted</text>\n";
-  for (const int workers : cluster_workers) {
-    svg << "<line x1=\"" << x(workers) << "\" y1=\"" << y(1) << "\" x2=\"" << x(workers) << "\" y2=\"" << y(64)
-        << "\" stroke=\"#ddd\"/><text x=\"" << x(workers) << "\" y=\"342\" text-anchor=\"middle\">" << workers << "</text>\n"
-        << "<line x1=\"60\" y1=\"" << y(workers) << "\" x2=\"600\" y2=\"" << y(workers)
-        << "\" stroke=\"#ddd\"/><text x=\"50\" y=\"" << y(workers) + 4 << "\" text-anchor=\"end\">" << workers
-        << "</text>\n";
-  }
-  svg << "<text x=\"330\" y=\"366\" text-anchor=\"middle\">workers</text>\n";
-  struct Line {
-    int servers;
-    const char *name, *colour;
-  };
-  const Line lines[] = {
-      {0, "all-reduce", "#0b6"}, {1, "1 server", "#d33"}, {4, "4 servers", "#e90"}, {16, "16 servers", "#36c"}};
-  const double alone = on.forward + on.backward;
-  double label = 60;
-  for (const auto& line : lines) {
-    svg << "<polyline fill=\"none\" stroke-width=\"2\" stroke=\"" << line.colour << "\" points=\"";
-    for (const int workers : cluster_workers)
-      svg << x(workers) << ',' << y(workers * alone / cluster_seconds(on, workers, line.servers)) << ' ';
-    svg << "\"/>\n<text x=\"620\" y=\"" << label << "\" fill=\"" << line.colour << "\">" << line.name << "</text>\n";
-    label += 20;
-  }
+  svg << "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 960 500\" font-family=\"sans-serif\" font-size=\"13\">\n"
+      << "<rect width=\"960\" height=\"500\" fill=\"white\"/>\n<text x=\"50\" y=\"52\">speed / speed of the "
+         "all-reduce</text>\n";
+  draw(svg, {50, 0.5, 8}, "Synthetic Units: predicted (lines) and measured (dots)", measured);
+  draw(svg, {530, 1.0 / 16, 64}, "VGG16, predicted", predicted);
   svg << "</svg>\n";
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  int repeats = 5;
+  int repeats = 5, only_workers = 0, only_servers = 0;
   std::string svg;
   for (int at = 1; at + 1 < argc; ++at) {
     if (std::strcmp(argv[at], "--repeats") == 0) repeats = std::max(1, std::atoi(argv[at + 1]));
     if (std::strcmp(argv[at], "--svg") == 0) svg = argv[at + 1];
+    if (std::strcmp(argv[at], "--workers") == 0) only_workers = std::atoi(argv[at + 1]);
+    if (std::strcmp(argv[at], "--servers") == 0) only_servers = std::atoi(argv[at + 1]);
   }
   at::set_num_threads(1);
 
@@ -262,15 +303,24 @@ int main(int argc, char** argv) {
       "predicted "
       "| difference |\n|---|---|---|---|---|---|---|---|---|---|---|\n");
   double worst = 0;
+  std::vector<Curve> curves;
   for (const double unit_seconds : {0.008, 0.016})
-    for (const int servers : {1, 2})
+    for (const int servers : {1, 2}) {
+      auto& curve = curves.emplace_back();
+      curve.name = std::to_string(servers) + (servers == 1 ? " server, " : " servers, ") +
+                   std::to_string(static_cast<int>(unit_seconds * 1e3)) + " ms for a Unit on the card";
+      curve.colour = servers == 1 ? "#d33" : "#e90";
+      curve.dashes = unit_seconds < 0.01 ? "6 4" : "";
       for (const int workers : {1, 2, 4, 8}) {
+        if ((only_workers > 0 && workers != only_workers) || (only_servers > 0 && servers != only_servers)) continue;
         const Link link{0, bytes / unit_seconds};
         const auto served = measure(workers, servers, link, repeats), reduced = measure(workers, 0, link, repeats);
         const double expected = predict_served(workers, servers, link, served.unit, bytes, blocks);
         const double expected_reduced = predict_all_reduce(workers, link, reduced.unit, bytes, blocks);
         const double alone = blocks * (served.unit.forward + served.unit.backward);
         const double off = served.median / expected - 1, off_reduced = reduced.median / expected_reduced - 1;
+        curve.line.push_back({1.0 * workers / servers, expected_reduced / expected});
+        curve.dots.push_back({1.0 * workers / servers, reduced.median / served.median});
         worst = std::max({worst, std::abs(off), std::abs(off_reduced)});
         std::printf("| %.0f ms | %d | %d | %.1f ms | %.2f | %.1f ms | %+.1f %% | %.1f ms | %.2f | %.1f ms | %+.1f %% |\n",
                     unit_seconds * 1e3, workers, servers, served.median * 1e3, workers * alone / served.median,
@@ -278,6 +328,7 @@ int main(int argc, char** argv) {
                     expected_reduced * 1e3, off_reduced * 1e2);
         std::fflush(stdout);
       }
+    }
   std::printf("\nLargest difference from the prediction: %.1f %%.\n\n", worst * 1e2);
 
   std::printf(
@@ -291,5 +342,5 @@ int main(int argc, char** argv) {
         std::printf(" %.2f |", workers * alone / cluster_seconds(on, workers, servers));
       std::printf("\n");
     }
-  if (!svg.empty()) draw(svg, clusters[1]);
+  if (!svg.empty()) draw(svg, curves);
 }

@@ -16,7 +16,9 @@ std::int64_t gradient_bytes(const Served& how) { return how.compression == Compr
 std::int64_t pushed_bytes(const FlatLayout& flat, const Served& how) {
   return flat.trained_elements() / how.servers * gradient_bytes(how);
 }
-std::int64_t pulled_bytes(const FlatLayout& flat, const Served& how) { return flat.trained_bytes() / how.servers; }
+std::int64_t pulled_bytes(const FlatLayout& flat, const Served& how) {
+  return (how.pulls_gradients ? flat.trained_elements() * bytes_of(how.gradient) : flat.trained_bytes()) / how.servers;
+}
 
 }  // namespace
 
@@ -63,7 +65,10 @@ std::int64_t worker_state_bytes(const std::vector<FlatLayout>& flats, const Serv
       bytes += region.elements * bytes_of(how.gradient);
       // Masters that only servers update, and memory for new weights where they do not fit the gradients'.
       if (region.compute != region.master) bytes += region.elements * bytes_of(region.master);
-      if (bytes_of(region.compute) != bytes_of(how.gradient)) bytes += region.bytes();
+      if (how.pulls_gradients)
+        bytes += region.elements * bytes_of(region.master) * how.optimizer_states;
+      else if (bytes_of(region.compute) != bytes_of(how.gradient))
+        bytes += region.bytes();
     }
   }
   return bytes;
@@ -75,9 +80,10 @@ std::int64_t server_state_bytes(const std::vector<FlatLayout>& flats, const Serv
     for (const auto& region : flat.regions) {
       if (!region.trained) continue;
       const std::int64_t elements = region.elements / how.servers, master = bytes_of(region.master);
-      bytes += elements * master * (2 + how.optimizer_states);  // gradients are summed in the master's type
+      // Gradients are summed in the master's type.
+      bytes += elements * master * (2 + (how.pulls_gradients ? 0 : how.optimizer_states));
       if (region.compute != region.master) bytes += elements * bytes_of(region.compute);
-      bytes += how.workers * elements * std::max({gradient_bytes(how), master, bytes_of(region.compute)});
+      bytes += how.workers * elements * std::max({gradient_bytes(how), bytes_of(how.gradient), bytes_of(region.compute)});
     }
   return bytes;
 }
@@ -124,15 +130,15 @@ class ServedClock {
       }
     for (auto& of : there_)
       for (auto& tasks : of) tasks.clear();
-    std::vector<std::vector<Task>> all(servers_.size());
-    for (std::size_t server = 0; server < servers_.size(); ++server)
-      for (std::size_t worker = 0; worker < workers_.size(); ++worker)
-        all[server].insert(all[server].end(), pushed[worker][server].begin(), pushed[worker][server].end());
+    // Servers agree on an update of all workers: each begins it when the last of them has the last gradient.
+    std::vector<Task> all;
+    for (const auto& of_worker : pushed)
+      for (const auto& tasks : of_worker) all.insert(all.end(), tasks.begin(), tasks.end());
     // Issued in the order in which they happen: what a worker receives comes from all servers at once.
     for (std::size_t unit = 0; unit < units; ++unit) {
       std::vector<Task> updated;
       for (std::size_t server = 0; together_ && server < servers_.size(); ++server)
-        updated.push_back(clock_.task(update_[server], costs_.units[unit].update, all[server]));
+        updated.push_back(clock_.task(update_[server], costs_.units[unit].update, all));
       for (std::size_t worker = 0; worker < workers_.size(); ++worker)
         for (std::size_t server = 0; server < servers_.size(); ++server) {
           const auto ready =

@@ -19,6 +19,8 @@ struct Served {
   Dtype gradient = Dtype::fp32;  // in which workers keep gradients
   Compression compression = Compression::none;
   int optimizer_states = 2;  // numbers that the optimizer remembers for each parameter, of the master's type
+  // Workers get the average gradient in place of weights, and have the optimizers.
+  bool pulls_gradients = false;
 };
 
 // The buffers of a model, one for each Unit, that can be cut into a share for each server.
@@ -31,7 +33,7 @@ BONFIRE_API std::vector<Collective> messages_of_worker(const std::vector<FlatLay
 BONFIRE_API std::vector<Collective> messages_of_server(const std::vector<FlatLayout>& flats, const Served& how);
 
 // Bytes of the model's state on a rank: a worker has weights and gradients, a server its share of weights, gradients and
-// optimizer state, and a place for each worker's gradients.
+// optimizer state, and a place for each worker's gradients. Where gradients are pulled the optimizer state is the workers'.
 BONFIRE_API std::int64_t worker_state_bytes(const std::vector<FlatLayout>& flats, const Served& how);
 BONFIRE_API std::int64_t server_state_bytes(const std::vector<FlatLayout>& flats, const Served& how);
 
