@@ -18,13 +18,12 @@ bool Ledger::late(const Push& push) const {
 }
 
 // What became of the worker's gradients is known.
-void Ledger::settle(int worker, bool used) {
+void Ledger::settle(int worker, std::int64_t step, bool used) {
   auto& of = at(worker);
-  if (used) of.last_used = of.waiting->step;
   of.waiting.reset();
   of.claimed = false;
   of.outcome = Outcome{version_, used};
-  ++of.steps;
+  of.steps = step;
 }
 
 void Ledger::add(Push push) {
@@ -33,9 +32,10 @@ void Ledger::add(Push push) {
   require(!of.waiting, "worker {} has sent gradients of step {} while those of step {} wait", worker, push.step,
           of.waiting ? of.waiting->step : 0);
   of.outcome.reset();
+  if (push.step <= of.last_used) return settle(worker, of.steps, true);
   if (late(push)) {
-    dropped_.push_back(std::move(push));
-    return settle(worker, false);
+    dropped_.push_back(push);
+    return settle(worker, push.step, false);
   }
   of.waiting = std::move(push);
   arrived_.push_back(worker);
@@ -70,15 +70,17 @@ std::vector<Push> Ledger::commit(const std::vector<int>& workers) {
   ++version_;
   for (const int worker : workers) {
     require(has(worker), "an update of gradients of worker {}, which has sent none", worker);
-    taken.push_back(*at(worker).waiting);
+    const auto& push = taken.emplace_back(*at(worker).waiting);
+    at(worker).last_used = push.step;
+    at(worker).last_update = version_;
     std::erase(arrived_, worker);
-    settle(worker, true);
+    settle(worker, push.step, true);
   }
   for (const int worker : std::vector<int>(arrived_)) {
     if (!late(*at(worker).waiting)) continue;
-    dropped_.push_back(*at(worker).waiting);
+    const auto& push = dropped_.emplace_back(*at(worker).waiting);
     std::erase(arrived_, worker);
-    settle(worker, false);
+    settle(worker, push.step, false);
   }
   return taken;
 }

@@ -38,7 +38,9 @@ class BONFIRE_API Ledger {
     bool used = false;
   };
 
-  // REQUIRES: the worker has none under way. In synchronous mode gradients of older weights are late: they are dropped.
+  // REQUIRES: the worker has none under way. In synchronous mode gradients of older weights are late: they are dropped. So
+  // are those of a step that an update has taken already: a worker that was lost and is back takes its step again where not
+  // all servers have it. They count as used.
   void add(Push push);
   // The workers whose gradients the next update takes, in their order; nothing: it has to wait.
   std::optional<std::vector<int>> next() const;
@@ -64,10 +66,12 @@ class BONFIRE_API Ledger {
   void come_back(int worker);
 
   std::int64_t version() const { return version_; }  // updates so far
-  // Pushes of the worker that were used or dropped: the step that it has ended last.
+  // The step that the worker has ended last: it was used or dropped.
   std::int64_t steps(int worker) const { return at(worker).steps; }
   // The last step of the worker that is in an update.
   std::int64_t last_used(int worker) const { return at(worker).last_used; }
+  // The last update that has gradients of the worker.
+  std::int64_t last_update(int worker) const { return at(worker).last_update; }
   // A server that was restarted has had a life before.
   void set_steps(int worker, std::int64_t steps) { at(worker).steps = at(worker).last_used = steps; }
   // How many steps the worker is ahead of the slowest one.
@@ -83,7 +87,7 @@ class BONFIRE_API Ledger {
   enum class State { present, awaited, gone };
   struct Worker {
     State state = State::present;
-    std::int64_t steps = 0, last_used = 0;
+    std::int64_t steps = 0, last_used = 0, last_update = 0;
     std::optional<Push> waiting{};
     bool claimed = false;
     std::optional<Outcome> outcome{};
@@ -91,7 +95,7 @@ class BONFIRE_API Ledger {
   Worker& at(int worker) { return workers_[static_cast<std::size_t>(worker)]; }
   const Worker& at(int worker) const { return workers_[static_cast<std::size_t>(worker)]; }
   bool late(const Push& push) const;
-  void settle(int worker, bool used);
+  void settle(int worker, std::int64_t step, bool used);
   void forget(int worker);
 
   Rules rules_;

@@ -36,8 +36,8 @@ struct Header {
   std::int64_t step = 0;     // of the worker
   std::int64_t durable = 0;  // the last update that outlives the server
   std::int64_t bytes = 0;
-  std::int64_t flag = 0;  // end: the gradients are finite (version: -1 where servers' weights differed in theirs); answer:
-                          // the gradients were used
+  std::int64_t flag = 0;  // hello: the type of gradients, -1: their masters'; end: the gradients are finite (version: -1
+                          // where servers' weights differed in theirs); answer: the gradients were used
   double norm = 0, number = 0;
   Nanoseconds begin = 0, arrived = 0;  // of its turn on the sender's emulated link; 0: there is none
 

@@ -7,6 +7,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bonfire/base/error.h"
 #include "bonfire/optim/clip.h"
@@ -17,6 +18,17 @@ namespace bonfire {
 namespace {
 
 const std::atomic<bool> never{false};
+
+// What fails between a worker and a server is told with the server's name: servers are the first ranks.
+template <class Function>
+auto with_server(std::size_t server, const Function& function) {
+  try {
+    return function();
+  } catch (const PeerLost& lost) {
+    const std::string why = lost.what();
+    throw PeerLost(fmt::format("server {0} (rank {0}) was lost: {1}", server, why.substr(0, why.find('\n'))));
+  }
+}
 
 // Memory on the host for values like these: that of the gradients, where each server's share of them lies where its answer
 // goes. A share that one server has answered may still be on its way to another.
@@ -54,22 +66,30 @@ std::int64_t PushPull::begin(Engine& engine) {
                       .elements = layout.trained_elements(),
                       .versions = std::vector<std::int64_t>(peers_.size())});
   }
+  // All of one type where they are not their masters'.
+  std::int64_t gradients = -1;
+  for (const auto& unit : units_)
+    for (const auto& share : unit.flat->trained())
+      if (share.gradient.scalar_type() != share.master.scalar_type())
+        gradients = static_cast<std::int64_t>(share.gradient.scalar_type());
   std::string text;
   for (const auto& unit : units_) text += describe_unit(*unit.flat) + "\n";
   auto bytes = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
   std::memcpy(bytes.data_ptr(), text.data(), text.size());
   for (std::size_t at = 0; at < peers_.size(); ++at) {
     auto& peer = *peers_[at];
-    peer.send({.kind = Header::Kind::hello, .bytes = bytes.numel()}).wait();
-    peer.world().group().send(bytes, 0).wait();
-    const auto welcome = peer.receive(never);
-    if (!welcome.flag) continue;
-    for (std::size_t unit = 0; unit < units_.size(); ++unit) {
-      std::vector<at::Tensor> masters;
-      for (const auto& share : units_[unit].flat->trained()) masters.push_back(share.master.cpu());
-      peer.send({.kind = Header::Kind::start, .unit = static_cast<std::int64_t>(unit)}, part(masters, static_cast<int>(at)))
-          .wait();
-    }
+    with_server(at, [&] {
+      peer.send({.kind = Header::Kind::hello, .bytes = bytes.numel(), .flag = gradients}).wait();
+      peer.world().group().send(bytes, 0).wait();
+      const auto welcome = peer.receive(never);
+      for (std::size_t unit = 0; welcome.flag && unit < units_.size(); ++unit) {
+        std::vector<at::Tensor> masters;
+        for (const auto& share : units_[unit].flat->trained()) masters.push_back(share.master.cpu());
+        peer.send({.kind = Header::Kind::start, .unit = static_cast<std::int64_t>(unit)},
+                  part(masters, static_cast<int>(at)))
+            .wait();
+      }
+    });
   }
   // Where workers have optimizers of their own they begin alike, too: servers answer with weights once.
   const auto pulled = std::exchange(options_.pulled, Pulled::weights);
@@ -126,14 +146,23 @@ void PushPull::push(Unit& unit) {
     regions.push_back(gradient.to(wire).cpu());
   }
   for (std::size_t at = 0; at < peers_.size(); ++at)
-    unit.sent.push_back(peers_[at]->send(
-        {.kind = Header::Kind::push, .unit = &unit - units_.data(), .version = unit.versions[at], .step = step_ + 1},
-        part(regions, static_cast<int>(at))));
+    send(at, {.kind = Header::Kind::push, .unit = &unit - units_.data(), .version = unit.versions[at], .step = step_ + 1},
+         part(regions, static_cast<int>(at)), unit.sent);
   unit.pushed = true;
 }
 
+void PushPull::send(std::size_t server, const Header& header, const std::vector<at::Tensor>& tensors,
+                    std::vector<Sent>& sent) {
+  with_server(server, [&] { sent.push_back({server, peers_[server]->send(header, tensors)}); });
+}
+
 void PushPull::send_all(const Header& header) {
-  for (auto& peer : peers_) sent_.push_back(peer->send(header));
+  for (std::size_t server = 0; server < peers_.size(); ++server) send(server, header, {}, sent_);
+}
+
+void PushPull::conclude(std::vector<Sent>& sent) const {
+  for (auto& one : sent) with_server(one.server, [&] { one.work.wait(); });
+  sent.clear();
 }
 
 void PushPull::advance(std::size_t, FlatParameter&) {
@@ -198,7 +227,9 @@ void PushPull::begin_pull() {
                                  : memory_like(share.gradient, share.gradient));
     for (std::size_t at = 0; at < peers_.size(); ++at) {
       auto header = Header::empty();
-      unit.answers.push_back({peers_[at]->begin_receive(header, part(unit.staging, static_cast<int>(at))), header});
+      with_server(at, [&] {
+        unit.answers.push_back({peers_[at]->begin_receive(header, part(unit.staging, static_cast<int>(at))), header});
+      });
     }
   }
 }
@@ -210,21 +241,21 @@ void PushPull::await(std::size_t number) {
   Nanoseconds there = 0;
   const auto bytes = bytes_of(unit.staging) / static_cast<std::int64_t>(peers_.size());
   for (std::size_t at = 0; at < peers_.size(); ++at) {
-    unit.answers[at].work.wait();
+    with_server(at, [&] { unit.answers[at].work.wait(); });
     const auto header = Header::read(unit.answers[at].header);
     there = std::max(there, peers_[at]->arrival(header, bytes));
     unit.versions[at] = header.version;
+    // A step that not all of them have is taken again.
+    if (number == 0) steps_known_ = at == 0 ? header.step : std::min(steps_known_, header.step);
     if (at > 0 || number > 0) continue;
     report_.version = header.version;
     report_.used = header.flag != 0;
     report_.number = header.number;
     report_.durable = header.durable;
-    steps_known_ = header.step;
     if (options_.mode == ServerMode::synchronous) report_.gradient_norm = header.norm;
   }
   if (there > 0) sleep_until(there);
-  for (auto& work : unit.sent) work.wait();
-  unit.sent.clear();
+  conclude(unit.sent);
   unit.answers.clear();
   unit.pushed = false;
   auto& trained = unit.flat->trained();
@@ -244,8 +275,7 @@ void PushPull::await(std::size_t number) {
 
 void PushPull::await_all() {
   for (std::size_t unit = 0; unit < units_.size(); ++unit) await(unit);
-  for (auto& work : sent_) work.wait();
-  sent_.clear();
+  conclude(sent_);
 }
 
 ServedStep PushPull::report() {
@@ -256,8 +286,7 @@ ServedStep PushPull::report() {
 void PushPull::leave() {
   await_all();
   send_all({.kind = Header::Kind::leave});
-  for (auto& work : sent_) work.wait();
-  sent_.clear();
+  conclude(sent_);
 }
 
 }  // namespace bonfire

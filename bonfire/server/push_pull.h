@@ -58,6 +58,10 @@ class PushPull final : public Reduction, public AveragesOthers {
     Work work;
     at::Tensor header;
   };
+  struct Sent {
+    std::size_t server = 0;
+    Work work;
+  };
   struct Unit {
     std::string key;  // the first of its trained parameters
     FlatParameter* flat = nullptr;
@@ -65,12 +69,14 @@ class PushPull final : public Reduction, public AveragesOthers {
     std::vector<std::int64_t> versions;  // of its weights, by server
     std::vector<Answer> answers;         // that are to come, by server
     std::vector<at::Tensor> staging;     // where they come in, by region
-    std::vector<Work> sent;              // gradients
+    std::vector<Sent> sent;              // gradients
     bool pushed = false;                 // in this step
   };
   Unit& unit_of(FlatParameter& flat);
   void push(Unit& unit);
   void send_all(const Header& header);
+  void send(std::size_t server, const Header& header, const std::vector<at::Tensor>& tensors, std::vector<Sent>& sent);
+  void conclude(std::vector<Sent>& sent) const;
   std::vector<at::Tensor> part(const std::vector<at::Tensor>& regions, int server) const;
   bool defers() const;
   // Of all weights; -1 where they have several.
@@ -81,7 +87,7 @@ class PushPull final : public Reduction, public AveragesOthers {
   Ports ports_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::vector<Unit> units_;  // in forward order
-  std::vector<Work> sent_;   // heads
+  std::vector<Sent> sent_;   // heads
   std::int64_t step_ = 0, steps_known_ = 0;
   bool ended_ = false;  // this step's push, where gradients are pulled
   ServedStep report_;

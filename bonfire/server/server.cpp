@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -142,7 +143,8 @@ void Server::State::sum_up(const std::vector<int>& of) {
       }
       // Gradients in fp16 were divided by the number of workers before they were rounded.
       double divisor = static_cast<double>(of.size());
-      if (options.compression == plan::Compression::fp16 && sum.scalar_type() != at::kHalf) divisor /= workers;
+      if (options.compression == plan::Compression::fp16 && gradients.value_or(sum.scalar_type()) != at::kHalf)
+        divisor /= workers;
       if (divisor != 1) sum.div_(divisor);
     }
   }
@@ -161,6 +163,7 @@ void Server::State::unit_updated(std::size_t unit) {
 
 void Server::State::update(const std::vector<int>& of) {
   const at::NoGradGuard no_grad;
+  const std::lock_guard alone(updating);
   ServerUpdate done;
   for (auto& one : unit_mutexes) one->lock();
   unlocked = 0;
@@ -260,12 +263,14 @@ ServerReport Server::serve() {
   report.dropped = state.ledger.dropped();
   for (const int worker : state.dropped_workers) {
     const auto first = state.ledger.last_used(worker) + 1;
-    report.lost.push_back({.worker = worker, .step = first, .versions = {}});
+    report.lost.push_back({.worker = worker, .step = first, .versions = {state.ledger.last_update(worker)}});
     // What came of it and was of no use is named by that already.
     std::erase_if(report.dropped, [&](const Push& push) { return push.worker == worker && push.step >= first; });
   }
   return report;
 }
+
+std::unique_lock<std::mutex> Server::hold() { return std::unique_lock(state_->updating); }
 
 std::vector<Slice> Server::slices() {
   auto slices = parameter_slices(*state_->shares);
@@ -292,6 +297,16 @@ std::vector<std::int64_t> Server::steps() const {
   std::vector<std::int64_t> steps;
   for (int worker = 0; worker < state_->workers; ++worker) steps.push_back(state_->ledger.steps(worker));
   return steps;
+}
+
+std::int64_t Server::slowest() const {
+  const std::lock_guard lock(state_->mutex);
+  auto least = std::numeric_limits<std::int64_t>::max();
+  const auto& dropped = state_->dropped_workers;
+  for (int worker = 0; worker < state_->workers; ++worker)
+    if (std::find(dropped.begin(), dropped.end(), worker) == dropped.end())
+      least = std::min(least, state_->ledger.steps(worker));
+  return least;
 }
 
 void Server::resume(std::int64_t version, const std::vector<std::int64_t>& steps) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -28,9 +29,10 @@ struct ServerUpdate {
 // What a server has seen.
 struct ServerReport {
   std::int64_t updates = 0;
-  std::int64_t skipped = 0;     // updates that were not finite
-  std::vector<Push> dropped;    // gradients that were late
-  std::vector<Push> lost;       // the first step of a worker that is gone whose samples are in no update
+  std::int64_t skipped = 0;   // updates that were not finite
+  std::vector<Push> dropped;  // gradients that were late
+  // The first step of a worker that is gone whose samples are in no update. `versions`: the last update before it.
+  std::vector<Push> lost;
   std::int64_t most_stale = 0;  // the largest staleness of an update
   double mean_stale = 0;
   std::int64_t most_lead = 0;              // of a worker that began a step, before the slowest
@@ -53,14 +55,20 @@ class BONFIRE_API Server : public Sliced {
   // Until all workers have left. Throws what ends the run: PeerLost where a worker is lost and `lost` is stop.
   ServerReport serve();
 
-  // Weights and optimizer state of this server's shares. Between construction and serve(), and in
-  // ServerOptions::after_update. Collective over the servers.
+  // While the lock lives no update begins, and none is under way; workers are heard and answered. From any thread but the
+  // one that updates.
+  [[nodiscard]] std::unique_lock<std::mutex> hold();
+
+  // Weights and optimizer state of this server's shares. Before and after serve(), in ServerOptions::after_update, and
+  // under hold(). Collective over the servers.
   std::vector<Slice> slices() override;
   void slices_written() override;
 
   // Updates so far, and the steps that each worker has taken: what goes on in a server that was restarted.
   std::int64_t version() const;
   std::vector<std::int64_t> steps() const;
+  // The least of them, of the workers that have not been dropped.
+  std::int64_t slowest() const;
   // Before serve().
   void resume(std::int64_t version, const std::vector<std::int64_t>& steps);
 

@@ -75,9 +75,11 @@ struct Server::State {
   Group servers;
   Ports ports;
   std::string description;
+  std::optional<at::ScalarType> gradients;  // of workers; nothing: the masters'
   std::unique_ptr<ServedShares> shares;
   std::unique_ptr<Optimizer> optimizer;
 
+  std::mutex updating;       // held during an update, before any of the others
   mutable std::mutex mutex;  // of all that follows
   std::condition_variable changed;
   Ledger ledger;

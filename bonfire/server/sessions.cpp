@@ -51,6 +51,7 @@ void Server::State::greet(Session& session, const MakeOptimizer& make) {
   const bool first = !shares;
   if (first) {
     description = said;
+    if (hello.flag >= 0) gradients = static_cast<at::ScalarType>(hello.flag);
     shares = std::make_unique<ServedShares>(units_of(said), servers);
     shares->on_updated = [this](std::size_t unit) { unit_updated(unit); };
     if (options.pulled == Pulled::weights) optimizer = make(*shares);
@@ -89,7 +90,7 @@ void Server::State::make_slots(Session& session) {
     auto& slot = session.slots.emplace_back();
     for (const auto& share : shares->unit(unit).trained()) {
       const auto& weights = weights_of(share);
-      const auto average = share.gradient.scalar_type(), wire = on_wire(options.compression, average);
+      const auto average = gradients.value_or(share.gradient.scalar_type()), wire = on_wire(options.compression, average);
       const auto bytes_as = [&](at::ScalarType type) {
         return weights.numel() * static_cast<std::int64_t>(c10::elementSize(type));
       };

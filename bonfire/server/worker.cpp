@@ -24,14 +24,11 @@ DataGroups alone_with(torch::nn::Module& module, const Wrapping& wrapping) {
   return world.mesh({});
 }
 
-std::shared_ptr<PushPull> connect(const World& world, const ServerOptions& options) {
+// What a Worker cannot be asked for is said before it connects.
+std::shared_ptr<PushPull> connect(const World& world, const ServerOptions& options, const ShardOptions& shard) {
   require_servers(options, world.size());
   require(!is_server(world, options), "rank {} of {} is a server, not a worker: servers are the first {}", world.rank(),
           world.size(), options.servers);
-  return std::make_shared<PushPull>(world, options);
-}
-
-ShardOptions served(ShardOptions shard, const ServerOptions& options, std::shared_ptr<Reduction> hook) {
   if (shard.hook || shard.reduction.compression != plan::Compression::none)
     fail_config("a communication hook beside a parameter server: say ServerOptions::compression; allowed: none");
   if (shard.what != Sharded::none)
@@ -39,6 +36,10 @@ ShardOptions served(ShardOptions shard, const ServerOptions& options, std::share
                 plan::name_of(shard.what));
   if (shard.offload != Offload::none || shard.versions != 1 || shard.uneven_inputs)
     fail_config("offload, versions or uneven inputs beside a parameter server; allowed: none of them");
+  return std::make_shared<PushPull>(world, options);
+}
+
+ShardOptions served(ShardOptions shard, const ServerOptions& options, std::shared_ptr<Reduction> hook) {
   shard.hook = std::move(hook);
   // A region has a share for each server, and Units travel one by one.
   shard.buckets.parts = options.servers;
@@ -71,7 +72,7 @@ struct Worker::State {
 
   State(const World& world, torch::nn::Module& module, const ServerOptions& options, ShardOptions shard)
       : wrapping(shard.wrapping),
-        pull(connect(world, options)),
+        pull(connect(world, options, shard)),
         engine(alone_with(module, wrapping), module, served(std::move(shard), options, pull)),
         steps_before(pull->begin(engine)),
         hook(*pull) {
