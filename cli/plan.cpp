@@ -109,8 +109,12 @@ std::optional<plan::Fit> fit(const Question& question, const plan::PrecisionKind
 struct ServedNeeds {
   plan::Served served{};
   std::int64_t worker_state = 0, worker_peak = 0, server_state = 0;
-  std::size_t messages = 0;  // of a worker with each server in a step
-  std::int64_t bytes = 0;    // of a worker with all servers
+  struct Message {
+    std::string what;
+    Collective message;
+  };
+  std::vector<Message> messages;  // of a worker with each server in a step, in their order
+  std::int64_t bytes = 0;         // of a worker with all servers
 };
 
 ServedNeeds served_needs(const Config& config) {
@@ -119,8 +123,17 @@ ServedNeeds served_needs(const Config& config) {
   const auto messages = plan::messages_of_worker(flats, needs.served);
   needs.worker_state = plan::worker_state_bytes(flats, needs.served);
   needs.server_state = plan::server_state_bytes(flats, needs.served);
-  needs.messages = messages.size();
-  for (const auto& message : messages) needs.bytes += message.bytes * needs.served.servers;
+  std::vector<std::string> what;
+  const auto of = [](const plan::FlatLayout& flat) { return fmt::format("of the Unit of {}", flat.segments.front().name); };
+  for (const auto& flat : flats)
+    if (flat.any_trained()) what.push_back("gradients " + of(flat));
+  what.push_back("end of the step");
+  for (auto flat = flats.rbegin(); flat != flats.rend(); ++flat)
+    if (flat->any_trained()) what.push_back("weights " + of(*flat));
+  for (std::size_t at = 0; at < messages.size(); ++at) {
+    needs.messages.push_back({what.at(at), messages[at]});
+    needs.bytes += messages[at].bytes * needs.served.servers;
+  }
   return needs;
 }
 
@@ -133,8 +146,10 @@ void print_server(const Config& config) {
              format_bytes(needs.worker_peak));
   fmt::print("  a server holds {}: weights, gradients, optimizer state, and gradients of each worker\n",
              format_bytes(needs.server_state));
-  fmt::print("  in a step a worker exchanges {} messages with each server, {} with all of them\n", needs.messages,
+  fmt::print("  in a step a worker exchanges {} messages with each server, {} with all of them:\n", needs.messages.size(),
              format_bytes(needs.bytes));
+  for (const auto& [what, message] : needs.messages)
+    fmt::print("    {:<8} {:>12}  {}\n", name_of(message.kind), format_bytes(message.bytes), what);
 }
 
 void print_words(const Question& question, const std::vector<plan::MemoryRow>& rows, std::optional<std::int64_t> cap) {
@@ -210,6 +225,9 @@ void print_json(const Question& question, const std::vector<plan::MemoryRow>& ro
   using Json = nlohmann::ordered_json;
   if (question.config.layout.server > 0) {
     const auto needs = served_needs(question.config);
+    auto messages = Json::array();
+    for (const auto& [what, message] : needs.messages)
+      messages.push_back({{"kind", name_of(message.kind)}, {"bytes", message.bytes}, {"what", what}});
     fmt::print("{}\n", Json{{"parameters", question.model.parameter_elements()},
                             {"workers", needs.served.workers},
                             {"servers", needs.served.servers},
@@ -217,7 +235,7 @@ void print_json(const Question& question, const std::vector<plan::MemoryRow>& ro
                             {"worker_memory_bytes", needs.worker_peak},
                             {"worker_state_bytes", needs.worker_state},
                             {"server_state_bytes", needs.server_state},
-                            {"messages", needs.messages},
+                            {"messages", messages},
                             {"bytes_per_step", needs.bytes}}
                            .dump());
     return;

@@ -198,8 +198,9 @@ ConfigSection layout_section() {
            .where_values = {"bounded"}},
           {.name = "layout.server_backup",
            .field = BONFIRE_FIELD(layout.server_backup),
-           .help = "Number of backup workers: an update uses the gradients that arrive first and drops those of "
-                   "this many workers, which arrive last.",
+           .help = "Number of backup workers: an update uses the gradients that arrive first and drops those of this many "
+                   "workers, which arrive last."
+                   " A step is an update: a worker that is late continues with the step after the newest one.",
            .range = {.at_least = 0, .at_most = 1e5},
            .where_key = "layout.server_mode",
            .where_values = {"synchronous"}},
@@ -211,8 +212,9 @@ ConfigSection layout_section() {
            .later = "a run of the command that goes on without a worker, or waits for it,"},
           {.name = "layout.server_save_every",
            .field = BONFIRE_FIELD(layout.server_save_every),
-           .help = "Number of updates between checkpoints of the servers, in place of `checkpoint.every`. 0 "
-                   "means `checkpoint.every`. Servers tell workers with each reply which update has been saved.",
+           .help = "Number of steps between checkpoints of the servers, in place of `checkpoint.every`."
+                   " 0 means `checkpoint.every`. Where each worker's gradient is an update, a step is one update for each "
+                   "worker. Servers tell workers with each reply which update has been saved.",
            .range = {.at_least = 0, .at_most = 1e9}},
       }};
 }

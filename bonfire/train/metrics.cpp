@@ -44,6 +44,15 @@ std::string to_json(const StepMetrics& metrics) {
   return line.dump();
 }
 
+std::optional<std::int64_t> last_step(const std::filesystem::path& path) {
+  std::optional<std::int64_t> last;
+  if (!std::filesystem::is_regular_file(path)) return last;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);)
+    if (const auto step = step_of(line)) last = step;
+  return last;
+}
+
 MetricsFile::MetricsFile(const std::filesystem::path& path, std::int64_t first_step)
     : file_(path, keep_lines(path, first_step) ? RunFile::Start::at_end : RunFile::Start::empty) {}
 

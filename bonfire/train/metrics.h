@@ -28,6 +28,9 @@ struct StepMetrics {
 // One line of metrics.jsonl, without its end. Numbers keep every bit of a double; what is not finite is null.
 BONFIRE_API std::string to_json(const StepMetrics& metrics);
 
+// The last step that such a file speaks of; nothing where there is no line, or no file.
+BONFIRE_API std::optional<std::int64_t> last_step(const std::filesystem::path& path);
+
 // The file metrics.jsonl: one object a step, on the disk as soon as it is written.
 class BONFIRE_API MetricsFile {
  public:

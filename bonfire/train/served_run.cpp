@@ -8,14 +8,13 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <fmt/ranges.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/size.h"
-#include "bonfire/checkpoint/checkpoint_folder.h"
-#include "bonfire/checkpoint/checkpoints.h"
+#include "bonfire/comm/progress.h"
 #include "bonfire/comm/stop_vote.h"
 #include "bonfire/models/model.h"
 #include "bonfire/server/server.h"
@@ -25,10 +24,10 @@
 #include "bonfire/train/memory_need.h"
 #include "bonfire/train/metrics.h"
 #include "bonfire/train/predict.h"
-#include "bonfire/train/resume.h"
 #include "bonfire/train/run_data.h"
 #include "bonfire/train/run_file.h"
 #include "bonfire/train/selection.h"
+#include "bonfire/train/served_saving.h"
 
 namespace bonfire {
 namespace {
@@ -48,8 +47,7 @@ LearningRate learning_rate_of_run(const Config& config) {
           .decay = o.decay == "cosine" ? Decay::cosine : (o.decay == "linear" ? Decay::linear : Decay::constant)};
 }
 
-// What a server writes: metrics, the progress line, checkpoints, and at the end the report. Rank 0's alone, but for the
-// checkpoints, of which each server writes its part.
+// What a server writes beside checkpoints: metrics, the progress line, and at the end the report. Rank 0's alone.
 class ServedJournal {
  public:
   ServedJournal(const World& world, const Config& config, const TrainOptions& options)
@@ -75,10 +73,16 @@ class ServedJournal {
   // Samples that an update has seen.
   std::int64_t samples_of_update() const { return together() ? config_.train.batch : config_.train.batch / workers_; }
 
-  void begin_after(std::int64_t update) {
-    first_ = update + 1;
-    metrics_.step = update;
+  // Says what an earlier life of this run has done since, where it is not done again alike.
+  void begin_after(const ServedPlace& from) {
+    first_ = from.updates + 1;
+    metrics_.step = from.updates;
     step_start_ = now_ns();
+    const auto earlier = last_step(options_.folder / "metrics.jsonl").value_or(0);
+    if (together() || !options_.resume || world_.rank() != 0 || earlier <= from.updates) return;
+    lost_updates_ = fmt::format("updates {} to {} ({}) were lost; samples from position {} on are trained again", first_,
+                                earlier, earlier - from.updates, from.steps * config_.train.batch);
+    world_.log().warning("{}", lost_updates_);
   }
 
   void note(const ServerUpdate& update, double lr) {
@@ -133,14 +137,17 @@ class ServedJournal {
                                         served.mean_stale, served.most_stale));
     report.server.push_back(fmt::format("{} of state predicted, {} measured at the peak of this server",
                                         format_bytes(plan::server_state_bytes(flats, how)), format_bytes(memory_.peak())));
+    if (!lost_updates_.empty()) report.server.push_back(lost_updates_);
     if (!served.dropped.empty())
       report.server.push_back(fmt::format("{} gradients came too late and were dropped", served.dropped.size()));
     for (const auto& lost : served.lost) {
-      const auto mine = config_.train.batch / workers_, first = (lost.step - 1) * config_.train.batch + lost.worker * mine;
+      // A step of backup workers is an update.
+      const auto step = config_.layout.server_backup > 0 ? lost.versions.front() + 1 : lost.step;
+      const auto mine = config_.train.batch / workers_, first = (step - 1) * config_.train.batch + lost.worker * mine;
       report.server.push_back(fmt::format(
           "worker {} was lost: its samples from step {} on (positions {} to {} of the order, and so on) are in no "
           "update",
-          lost.worker, lost.step, first, first + mine - 1));
+          lost.worker, step, first, first + mine - 1));
     }
     if (world_.rank() == 0) {
       disk_.finish();
@@ -161,30 +168,17 @@ class ServedJournal {
   Nanoseconds step_start_;
   std::int64_t first_ = 1, skipped_ = 0;
   double loss_first_ = 0;
+  std::string lost_updates_;
   StepMetrics metrics_;
   std::vector<double> seconds_;
   std::unique_ptr<MetricsFile> file_;
   std::unique_ptr<ProgressLine> progress_;
 };
 
-// Where a run is: as the loader of any other run says it.
-class ServedPosition final : public Stateful {
- public:
-  ServedPosition(const Server& server, const Config& config) : server_(server), config_(config) {}
-
-  State save() const override {
-    const auto steps = server_.steps();
-    const auto slowest = *std::min_element(steps.begin(), steps.end());
-    return {{"samples", slowest * config_.train.batch}, {"skipped", std::int64_t{0}}};
-  }
-  void load(const State& state) override { step = state_value<std::int64_t>(state, "samples") / config_.train.batch; }
-
-  std::int64_t step = 0;  // that was loaded
-
- private:
-  const Server& server_;
-  const Config& config_;
-};
+// Steps of the run that are done: of the slowest worker, or updates where these do not wait for it.
+std::int64_t steps_done(const Server& server, const Config& config) {
+  return config.layout.server_backup > 0 ? server.version() : server.slowest();
+}
 
 // Where a worker says how much memory it has needed.
 std::string peak_of(int worker) { return fmt::format("peak memory of worker {}", worker); }
@@ -198,79 +192,58 @@ TrainReport serve(const World& world, const Config& config, const TrainOptions& 
   const auto servers = World::from_store(
       c10::make_intrusive<c10d::PrefixStore>("the servers", c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world.store())),
       world.rank(), static_cast<int>(config.layout.server), server_options_of(config, world.log()).connection);
-  std::unique_ptr<Checkpoints> checkpoints;
-  const auto& keys = config.checkpoint;
-  const auto every = config.layout.server_save_every > 0 ? config.layout.server_save_every : keys.every;
-  const auto folder = checkpoints_of(options.folder);
-  if (world.rank() == 0)
-    world.log().info("weights: {}", every == 0
-                                        ? "not kept: checkpoint.every = 0"
-                                        : fmt::format("saved every {} steps and at the end, in {}", every, folder.string()));
-  if (every > 0 || options.resume)
-    checkpoints = std::make_unique<Checkpoints>(
-        servers, folder,
-        CheckpointOptions{.keep = static_cast<int>(keys.keep),
-                          .asynchronous = keys.asynchronous,
-                          .busy = keys.busy == "skip" ? WhenBusy::skip : WhenBusy::wait,
-                          .failed = keys.failed == "stop" ? WhenFailed::stop : WhenFailed::warn,
-                          .configuration = to_toml(config)});
+  ServedSaving saving(servers, config, options);
 
   auto how = server_options_of(config, world.log());
   double lr = 0;
   std::int64_t voted = 0;
   Server* self = nullptr;
-  std::unique_ptr<ServedPosition> position;
-  const auto contents = [&] { return CheckpointContents{.tensors = {self}, .states = {{"run", position.get()}}}; };
+  const auto now = [&] { return ServedPlace{.steps = steps_done(*self, config), .updates = self->version()}; };
   how.before_update = [&](Optimizer& optimizer, std::int64_t update) {
     lr = learning_rate.at(together ? update : update / workers);
     optimizer.set_lr(lr);
   };
   how.after_update = [&](const ServerUpdate& update) -> std::int64_t {
     journal.note(update, lr);
-    const auto steps = self->steps();
-    const auto slowest = *std::min_element(steps.begin(), steps.end());
+    const auto place = now();
     // Servers are in the step of the slowest worker.
-    while (options.stop && voted < slowest && voted < config.train.steps - 1) options.stop->is_last(++voted);
-    if (together && checkpoints && every > 0 && update.update % every == 0 && update.update < config.train.steps)
-      checkpoints->save(update.update, contents());
-    return checkpoints ? checkpoints->last_saved().value_or(0) : 0;
+    while (options.stop && voted < place.steps && voted < config.train.steps - 1) options.stop->is_last(++voted);
+    return saving.updated(place);
   };
 
   Server server(world, how, [&](Shares& shares) { return make_optimizer(shares, config); });
   self = &server;
-  position = std::make_unique<ServedPosition>(server, config);
-  const auto begin_with = [&](std::int64_t step) {
-    server.resume(together ? step : step * workers, std::vector<std::int64_t>(static_cast<std::size_t>(workers), step));
-    voted = step;
-    journal.begin_after(together ? step : step * workers);
-  };
-  std::optional<std::int64_t> loaded;
-  if (options.resume) loaded = checkpoints->load_latest(contents());
-  if (!loaded && !options.begin_with.empty()) loaded = load_checkpoint(servers, options.begin_with, contents());
-  if (loaded) begin_with(position->step);
-  if (loaded && world.rank() == 0) world.log().info("resumed after step {}", position->step);
+  const auto no_more_saving = c10::make_scope_exit([&] { saving.abandon(); });
+  const auto loaded = saving.load(server);
+  const auto from = loaded.value_or(ServedPlace{});
+  server.resume(from.updates, std::vector<std::int64_t>(static_cast<std::size_t>(workers), from.steps));
+  voted = from.steps;
+  journal.begin_after(from);
+  if (loaded && world.rank() == 0) world.log().info("resumed after step {}", from.steps);
+  saving.begin(server, from);
 
   const auto served = server.serve();
-  std::string checkpoint;
-  if (checkpoints && every > 0) {
-    const auto steps = server.steps();
-    const auto last = *std::min_element(steps.begin(), steps.end());
-    checkpoints->finish();
-    if (checkpoints->last_saved() != last) checkpoints->save_now(last, contents());
-    checkpoints->finish();
-    if (const auto saved = checkpoints->last_saved()) checkpoint = (folder / checkpoint_name(*saved)).string();
-  }
+  const auto end = now();
+  const auto checkpoint = saving.finish(end);
   std::int64_t peak = 0;
   for (int worker = 0; worker < workers; ++worker)
     if (const auto key = peak_of(worker); world.store().check({key})) peak = std::max(peak, world.store().add(key, 0));
   auto report = journal.finish(served, checkpoint, peak);
-  const auto steps = server.steps();
-  report.stopped = *std::min_element(steps.begin(), steps.end()) < config.train.steps && served.lost.empty();
+  report.stopped = end.steps < config.train.steps && served.lost.empty();
   return report;
 }
 
+// REQUIRES: the step was taken with ServerOptions::skip_non_finite.
+void require_finite(const ServedStep& taken, std::int64_t step) {
+  if (taken.used || (std::isfinite(taken.number) && std::isfinite(taken.gradient_norm))) return;
+  fail("step {}: {}; the run ends (train.nan_policy = stop, allowed: stop | skip)", step,
+       std::isfinite(taken.number) ? "the gradients are not finite, although the losses are"
+                                   : fmt::format("the loss is {}", taken.number));
+}
+
 TrainReport work(const World& world, const Config& config, const TrainOptions& options) {
-  const auto device = device_of(config, std::max(0, world.local_rank() - static_cast<int>(config.layout.server)));
+  const auto device =
+      device_of(config, place_among_workers(world.rank(), world.local_rank(), static_cast<int>(config.layout.server)));
   const ComputeStream stream(device);
   const MemoryMeter memory(device);
   const auto alone = World::from_store(c10::make_intrusive<c10d::HashStore>(), 0, 1, {.device = device});
@@ -288,10 +261,14 @@ TrainReport work(const World& world, const Config& config, const TrainOptions& o
                              .ranks = workers,
                              .seed = static_cast<std::uint64_t>(config.train.seed),
                              .pin_memory = !device.is_cpu()});
-  const auto before = worker.steps_before();
-  loader.seek(static_cast<std::uint64_t>(before * config.train.batch));
-  TrainReport report{.name = config.run.name, .run_folder = options.folder.string(), .steps = before};
-  for (std::int64_t step = before + 1; step <= config.train.steps; ++step) {
+  // With backup workers a step is an update: who comes late to one goes on with the one that follows the newest.
+  const bool follows = config.layout.server_backup > 0;
+  std::int64_t done = follows ? worker.report().version : worker.steps_before(), voted = done, loaded = 0;
+  TrainReport report{.name = config.run.name, .run_folder = options.folder.string(), .steps = done};
+  while (done < config.train.steps && !report.stopped) {
+    const auto step = done + 1;
+    if (done != loaded) loader.seek(static_cast<std::uint64_t>(done * config.train.batch));
+    loaded = step;
     auto batches = loader.next();
     require(batches && !batches->microbatches.empty(), "the data ended after {} samples", loader.samples_taken());
     const auto count = batches->microbatches.size();
@@ -307,15 +284,13 @@ TrainReport work(const World& world, const Config& config, const TrainOptions& o
       sum += loss.item<double>();
     }
     worker.step(sum / static_cast<double>(count));
-    report.steps = step;
-    world.progress()->finish_step(step);
     const auto so_far = worker.report();
-    if (!so_far.used && !std::isfinite(so_far.number) && config.train.nan_policy == "stop")
-      fail("step {}: the loss is {}; the run ends (train.nan_policy = stop, allowed: stop | skip)", step, so_far.number);
-    if (options.stop && step < config.train.steps && options.stop->is_last(step)) {
-      report.stopped = true;
-      break;
-    }
+    if (config.train.nan_policy == "stop") require_finite(so_far, step);
+    done = follows ? so_far.version : step;
+    report.steps = done;
+    world.progress()->finish_step(done);
+    while (options.stop && voted < std::min(done, config.train.steps - 1))
+      if (options.stop->is_last(++voted)) report.stopped = true;
   }
   world.store().add(peak_of(me), memory.peak());
   worker.finish();
@@ -323,6 +298,12 @@ TrainReport work(const World& world, const Config& config, const TrainOptions& o
 }
 
 }  // namespace
+
+int place_among_workers(int rank, int local_rank, int servers) {
+  // The first ranks of all are servers, and those of a node are consecutive.
+  const int first_of_node = rank - local_rank;
+  return local_rank - std::clamp(servers - first_of_node, 0, local_rank);
+}
 
 ServerOptions server_options_of(const Config& config, const Log& log) {
   const auto& layout = config.layout;
