@@ -3,15 +3,18 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bonfire/base/error.h"
 #include "bonfire/server/server.h"
 #include "bonfire/server/worker.h"
+#include "tests/server/gate.h"
 #include "tests/shard/twins.h"
 #include "tests/support/ranks.h"
 #include "tests/support/thrown.h"
@@ -166,6 +169,91 @@ TEST(ServerFaults, AWorkerThatIsGoneEndsTheRunUnlessSaidOtherwise) {
   }
 }
 
+TEST(ServerFaults, AServerThatIsGoneIsNamedToItsWorkers) {
+  for (const int gone : {0, 1}) {
+    const ServerOptions options{.servers = 2, .log = Log::silent()};
+    std::string said;
+    run_ranks(3, [&](World& world) {
+      if (is_server(world, options)) {
+        Server server(world, options, make);
+        // The other one serves until it hears that the worker is gone, too.
+        if (world.rank() != gone) {
+          EXPECT_FALSE(thrown<std::exception>([&] { server.serve(); }).empty());
+        }
+        return;
+      }
+      said = thrown<PeerLost>([&] {
+        Chain net(3);
+        Worker worker(world, net, options);
+        for (std::int64_t step = 1; step <= steps; ++step) {
+          worker.backward(loss_of(net, 0, step));
+          worker.step();
+        }
+        worker.await();
+      });
+    });
+    expect_part(said, fmt::format("server {0} (rank {0}) was lost", gone));
+    EXPECT_EQ(said.find('\n'), std::string::npos) << said;
+  }
+}
+
+// The second server has not updated a single Unit with the lost worker's last gradients when that is back; the first has.
+TEST(ServerFaults, AWorkerThatComesBackFindsWeightsOfOneVersion) {
+  const ServerOptions undisturbed_options{.servers = 2, .lost = WhenLost::wait, .log = Log::silent()};
+  const auto undisturbed = run(undisturbed_options, {}, false);
+  auto options = undisturbed_options;
+  Gate updated, back;
+  std::mutex mutex;
+  std::vector<ServerReport> reports(2);
+  std::vector<std::vector<at::Tensor>> weights(workers);
+  run_ranks(2 + workers, [&](World& world) {
+    auto mine = options;
+    if (world.rank() == 0)
+      mine.after_update = [&](const ServerUpdate& update) {
+        if (update.update == 3) updated.add();
+        return std::int64_t{0};
+      };
+    if (world.rank() == 1)
+      mine.before_update = [&](Optimizer&, std::int64_t update) {
+        if (update == 2) {
+          EXPECT_TRUE(back.await(1));
+        }
+      };
+    if (is_server(world, mine)) {
+      Server server(world, mine, make);
+      auto report = server.serve();
+      const std::lock_guard lock(mutex);
+      reports[static_cast<std::size_t>(world.rank())] = std::move(report);
+      return;
+    }
+    const int me = world.rank() - 2;
+    auto* const result = &weights[static_cast<std::size_t>(me)];
+    if (me != 1) return train_until_gone(world, options, {}, result);
+    const auto die = [&] {
+      Chain net(3);
+      Worker worker(world, net, options);
+      for (std::int64_t step = 1; step <= 3; ++step) {
+        worker.backward(loss_of(net, me, step));
+        worker.step();
+      }
+      EXPECT_TRUE(updated.await(1));
+      throw Gone();
+    };
+    EXPECT_THROW(die(), Gone);
+    // The second server goes on when this worker has asked to be connected again.
+    const std::jthread release([&] {
+      while (world.store().add("server/worker 1/lives", 0) < 2) std::this_thread::yield();
+      back.add();
+    });
+    train_until_gone(world, options, {}, result);
+  });
+  for (const auto& report : reports) {
+    EXPECT_EQ(report.updates, steps);
+    EXPECT_TRUE(report.dropped.empty());
+  }
+  for (const auto& of : weights) expect_same(of, undisturbed.weights[0]);
+}
+
 TEST(ServerFaults, RequestsThatCannotBeAreRefused) {
   const auto refused = [](ServerOptions options, int ranks, const char* words) {
     expect_part(thrown<ConfigError>([&] { require_servers(options, ranks); }), words);
@@ -183,6 +271,13 @@ TEST(ServerFaults, RequestsThatCannotBeAreRefused) {
     if (world.rank() == 0) return;
     Chain net(1);
     expect_part(thrown<Error>([&] { Server(world, {}, make); }), "rank 1 of 2 is a worker");
+    for (const auto what : {Sharded::optimizer, Sharded::gradients, Sharded::parameters})
+      expect_part(thrown<ConfigError>([&] { Worker(world, net, {}, {.what = what}); }),
+                  fmt::format("{} sharded beside a parameter server", plan::name_of(what)));
+    expect_part(
+        thrown<ConfigError>([&] { Worker(world, net, {}, {.reduction = {.compression = plan::Compression::bf16}}); }),
+        "say ServerOptions::compression");
+    expect_part(thrown<ConfigError>([&] { Worker(world, net, {}, {.offload = Offload::optimizer}); }), "offload");
   });
 }
 

@@ -122,6 +122,26 @@ TEST(Ledger, WhatAnUpdateHasClaimedOutlivesItsWorker) {
   EXPECT_TRUE(ledger.has(0));
 }
 
+// Of several servers one may have had all of a step when its worker was lost, and the others not: it is taken again.
+TEST(Ledger, AStepIsUsedOnce) {
+  for (const auto mode : {ServerMode::synchronous, ServerMode::asynchronous}) {
+    Ledger ledger({.mode = mode, .workers = 2, .backup = mode == ServerMode::synchronous ? 1 : 0});
+    ledger.add(push(1, 1, 0));
+    ledger.commit({1});
+    ledger.lose(1, true);
+    ledger.come_back(1);
+    ledger.add(push(1, 1, 1));
+    EXPECT_FALSE(ledger.next());
+    ASSERT_TRUE(ledger.outcome(1));
+    EXPECT_TRUE(ledger.outcome(1)->used);
+    EXPECT_EQ(ledger.steps(1), 1);
+    EXPECT_EQ(ledger.last_update(1), 1);
+    EXPECT_TRUE(ledger.dropped().empty());
+    ledger.add(push(1, 2, 1));
+    EXPECT_EQ(ledger.next(), (Workers{1}));
+  }
+}
+
 TEST(Ledger, AWorkerSendsOneStepAtATime) {
   Ledger ledger({.workers = 2});
   ledger.add(push(0, 1, 0));

@@ -1,7 +1,7 @@
 // Asynchronous and bounded modes, and backup workers, beside a replay of the recorded order of updates.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -16,31 +16,13 @@
 #include "bonfire/base/random.h"
 #include "bonfire/server/server.h"
 #include "bonfire/server/worker.h"
+#include "tests/server/gate.h"
 #include "tests/server/replay.h"
 #include "tests/shard/twins.h"
 #include "tests/support/ranks.h"
 
 namespace bonfire::testing::modes_test {
 namespace {
-
-// Lets threads wait for what others do.
-class Gate {
- public:
-  void add() {
-    const std::lock_guard lock(mutex_);
-    ++count_;
-    changed_.notify_all();
-  }
-  void await(int count) {
-    std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, std::chrono::seconds(30), [&] { return count_ >= count; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  int count_ = 0;
-};
 
 at::Tensor loss_of(Chain& net, int worker, std::int64_t step) {
   return net->forward(chain_input(worker, static_cast<int>(step)), {0, 1, 2}).pow(2).mean() * (1 + 0.1 * worker);
@@ -129,6 +111,17 @@ void expect_replayed(const Trained& trained, bool adam) {
     EXPECT_LE((trained.weights[at] - expected[at]).abs().max().item<double>(), 1e-12) << named[at].key();
 }
 
+// When a worker's step is used, the slowest has come at least as far as it had when that step began.
+void expect_within(const ServerReport& report, int workers, std::int64_t bound) {
+  std::vector<std::int64_t> used(static_cast<std::size_t>(workers));
+  for (const auto& update : report.updates_kept)
+    for (const auto& push : update.pushes) {
+      EXPECT_LE(push.step - 1 - *std::min_element(used.begin(), used.end()), bound)
+          << "worker " << push.worker << ", step " << push.step;
+      used[static_cast<std::size_t>(push.worker)] = push.step;
+    }
+}
+
 // Each worker sleeps for a while that differs from step to step.
 void stroll(int worker, std::int64_t step) {
   const Random random(77);
@@ -169,6 +162,7 @@ TEST(ServerModes, BoundedUpdatesEqualTheirReplayAndKeepToTheBound) {
       for (const auto& report : trained.reports) {
         EXPECT_EQ(report.updates, 3 * 8);
         EXPECT_LE(report.most_lead, bound);
+        expect_within(report, 3, bound);
       }
       expect_replayed(trained, true);
     }

@@ -1,6 +1,6 @@
-// Messages and memory beside the plan's arithmetic.
+// Messages and memory beside the plan's arithmetic, and beside data parallelism's.
 #include <algorithm>
-#include <mutex>
+#include <cmath>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -10,6 +10,7 @@
 #include "bonfire/plan/server.h"
 #include "bonfire/server/server.h"
 #include "bonfire/server/worker.h"
+#include "bonfire/shard/engine.h"
 #include "bonfire/shard/flat_parameter.h"
 #include "tests/shard/twins.h"
 #include "tests/support/rank_memory.h"
@@ -41,7 +42,8 @@ struct NetImpl : torch::nn::Module {
 BONFIRE_UNIT(Net);
 
 // As the module says it: three Units of a matrix and a bias.
-std::vector<plan::FlatLayout> flats(const plan::Served& how) {
+std::vector<plan::FlatLayout> flats(const plan::Served& how, plan::Dtype compute = plan::Dtype::fp64,
+                                    plan::Dtype master = plan::Dtype::fp64) {
   std::vector<plan::ParameterGroup> groups;
   for (int at = 2; at >= 0; --at) {
     const auto size = [&](const char* name, std::vector<std::int64_t> shape, std::int64_t elements) {
@@ -51,14 +53,15 @@ std::vector<plan::FlatLayout> flats(const plan::Served& how) {
     groups.push_back(
         {fmt::format("block{}", at), {size("weight", {width, width}, width * width), size("bias", {width}, width)}});
   }
-  plan::DataParallel layout{.compute = plan::Dtype::fp64, .master = plan::Dtype::fp64, .gradient = how.gradient};
+  plan::DataParallel layout{.compute = compute, .master = master, .gradient = how.gradient};
   layout.buckets.parts = how.servers;
   layout.buckets.one_per_group = true;
   return plan::flats_of(groups, layout);
 }
 
 at::Tensor loss_of(Net& net, int worker, int step) {
-  return net->forward(numbers({4, width}, static_cast<std::uint64_t>(100 * step + worker))).pow(2).mean();
+  const auto type = net->blocks[0]->linear->weight.scalar_type();
+  return net->forward(numbers({4, width}, static_cast<std::uint64_t>(100 * step + worker), type)).pow(2).mean();
 }
 
 TEST(ServerTraffic, IsWhatThePlanSays) {
@@ -75,9 +78,18 @@ TEST(ServerTraffic, IsWhatThePlanSays) {
       run_ranks(servers + 2, [&](World& world) {
         if (is_server(world, options)) {
           Server server(world, options, [](Shares& shares) { return std::make_unique<Adam>(shares); });
-          std::vector<std::int64_t> shares;
+          for (int worker = 0; worker < 2; ++worker) server.recorder(worker).start();
           server.serve();
           EXPECT_EQ(server.bytes(), plan::server_state_bytes(planned, how));
+          // The last step's, before the word that the worker leaves.
+          const auto expected = plan::messages_of_server(planned, how);
+          for (int worker = 0; worker < 2; ++worker) {
+            auto all = server.recorder(worker).collectives();
+            ASSERT_GT(all.size(), expected.size());
+            all.pop_back();
+            EXPECT_EQ(std::vector(all.end() - static_cast<std::ptrdiff_t>(expected.size()), all.end()), expected)
+                << "worker " << worker;
+          }
           return;
         }
         Net net;
@@ -105,6 +117,137 @@ TEST(ServerTraffic, IsWhatThePlanSays) {
         worker.finish();
       });
     }
+}
+
+// Weights in bf16 over masters in fp32, and gradients in either: what is pulled has the weights' bytes or the gradients'.
+TEST(ServerTraffic, TypesAndWhatIsPulledDecideTheBytes) {
+  for (const int servers : {1, 3})
+    for (const auto gradient : {plan::Dtype::fp32, plan::Dtype::bf16})
+      for (const auto pulled : {Pulled::weights, Pulled::gradients}) {
+        SCOPED_TRACE(fmt::format("{} servers, gradients in {}, {} are pulled", servers, plan::name_of(gradient),
+                                 pulled == Pulled::weights ? "weights" : "gradients"));
+        const plan::Served how{.workers = 2,
+                               .servers = servers,
+                               .gradient = gradient,
+                               .optimizer_states = 2,
+                               .pulls_gradients = pulled == Pulled::gradients};
+        const auto planned = flats(how, plan::Dtype::bf16, plan::Dtype::fp32);
+        const ServerOptions options{.servers = servers, .pulled = pulled};
+        const auto make = [](Shares& shares) { return std::make_unique<Adam>(shares); };
+        std::vector<at::Tensor> weights(2);
+        run_ranks(servers + 2, [&](World& world) {
+          if (is_server(world, options)) {
+            Server server(world, options, make);
+            server.serve();
+            EXPECT_EQ(server.bytes(), plan::server_state_bytes(planned, how));
+            return;
+          }
+          Net net;
+          net->to(at::kFloat);
+          const Precision precision{.parameters = at::kBFloat16,
+                                    .gradients = gradient == plan::Dtype::bf16 ? at::kBFloat16 : at::kFloat};
+          Worker worker(world, net, options, {.precision = precision});
+          std::unique_ptr<Optimizer> own;
+          if (pulled == Pulled::gradients) own = make(worker.engine());
+          for (int step = 0; step < 3; ++step) {
+            for (int server = 0; server < servers; ++server) {
+              worker.recorder(server).clear();
+              worker.recorder(server).start();
+            }
+            worker.backward(loss_of(net, world.rank(), step));
+            own ? static_cast<void>(own->step()) : worker.step();
+            worker.await();
+            if (step == 0) continue;
+            for (int server = 0; server < servers; ++server)
+              EXPECT_EQ(worker.recorder(server).collectives(), plan::messages_of_worker(planned, how)) << "step " << step;
+          }
+          weights[static_cast<std::size_t>(world.rank() - servers)] = net->blocks[0]->linear->weight.detach().clone();
+          worker.finish();
+        });
+        EXPECT_TRUE(weights[0].equal(weights[1]));
+      }
+}
+
+// What a rank holds at the end of a step, and at most during one.
+struct Held {
+  std::int64_t settled = 0, peak = 0;
+};
+
+// Weights, gradients and AdamW's state of a data-parallel rank are weights and gradients on a worker; its server has all but
+// the activations.
+TEST(ServerTraffic, WorkersHoldNoOptimizerStateAndServersNoActivations) {
+  constexpr int ranks = 2, steps = 4;
+  // As long as a batch of the others is wide: activations weigh as much as a Unit.
+  const auto loss = [](Net& net, int rank, int step) {
+    return net->forward(numbers({width, width}, static_cast<std::uint64_t>(100 * step + rank))).pow(2).mean();
+  };
+  std::int64_t weights = 0, reduced = 0, exchanged = 0;
+  Held replica, worker, server;
+  run_ranks(ranks, [&](World& world) {
+    RankMemory memory;
+    Net net;
+    auto engine = shard(world.mesh({.replicate = ranks}), net);
+    AdamW optimizer(engine);
+    Held mine;
+    for (int step = 0; step < steps; ++step) {
+      if (step == steps - 1) world.recorder().start();
+      memory.peak();
+      engine.backward(loss(net, world.rank(), step));
+      optimizer.step();
+      mine = {memory.current(), memory.peak()};
+    }
+    if (world.rank() > 0) return;
+    replica = mine;
+    for (const auto& collective : world.recorder().collectives())
+      if (collective.kind == CollectiveKind::all_reduce)
+        reduced += std::llround(static_cast<double>(collective.bytes) * bus_factor(CollectiveKind::all_reduce, ranks));
+    for (const auto& parameter : net->parameters()) weights += static_cast<std::int64_t>(parameter.nbytes());
+  });
+  const ServerOptions options{};
+  run_ranks(1 + ranks, [&](World& world) {
+    RankMemory memory;
+    if (is_server(world, options)) {
+      Server serves(world, options, [](Shares& shares) { return std::make_unique<AdamW>(shares); });
+      serves.serve();
+      server = {memory.current(), memory.peak()};
+      return;
+    }
+    Net net;
+    Worker works(world, net, options);
+    Held mine;
+    for (int step = 0; step < steps; ++step) {
+      if (step == steps - 1) works.recorder(0).start();
+      memory.peak();
+      works.backward(loss(net, world.rank() - 1, step));
+      works.step();
+      works.await();
+      mine = {memory.current(), memory.peak()};
+    }
+    if (world.rank() == 1) {
+      worker = mine;
+      for (const auto& message : works.recorder(0).collectives()) exchanged += message.bytes;
+    }
+    works.finish();
+  });
+  fmt::print(
+      "| | weights | weights, gradients, optimizer state | at the peak | sent and received in a step "
+      "|\n|---|---|---|---|---|\n"
+      "| data-parallel rank | {0} | {1:.2f} P | {2:.2f} P | {3:.2f} P |\n| worker | {0} | {4:.2f} P | {5:.2f} P | {6:.2f} P "
+      "|\n| server of {8} workers | {0} | {7:.2f} P | {9:.2f} P | {10:.2f} P |\n",
+      weights, 1.0 * replica.settled / weights, 1.0 * replica.peak / weights, 1.0 * reduced / weights,
+      1.0 * worker.settled / weights, 1.0 * worker.peak / weights, 1.0 * exchanged / weights, 1.0 * server.settled / weights,
+      ranks, 1.0 * server.peak / weights, 1.0 * ranks * exchanged / weights);
+  const auto near = [&](std::int64_t got, double times) { EXPECT_NEAR(1.0 * got / weights, times, 0.1 * times); };
+  // Weights, gradients, and two numbers for each; what replicas exchange takes memory, too.
+  EXPECT_GE(replica.settled, 4 * weights);
+  near(worker.settled, 2);          // weights, gradients
+  near(server.settled, 4 + ranks);  // all of these, and gradients of each worker
+  near(reduced, 2.0 * (ranks - 1) / ranks);
+  near(exchanged, 2);
+  // Activations are what a step needs beyond that, on a worker and not on a server.
+  EXPECT_GT(worker.peak - worker.settled, weights);
+  EXPECT_LE(worker.peak, replica.peak - 1.8 * weights);
+  EXPECT_LT(server.peak - server.settled, weights / 10);
 }
 
 // The first Unit's backward finds the gradients of those behind it sent.
@@ -164,8 +307,9 @@ TEST(ServerTraffic, PredictedStepsFollowFromTheLinks) {
   // Twice as many servers carry half each.
   auto halves = costs;
   for (auto& unit : halves.units) unit.push /= 2, unit.pull /= 2;
-  // Of two servers, the first answers while the second still receives its half.
-  EXPECT_NEAR(served_step_seconds(halves, {.workers = 1, .servers = 2}), 12.375, 1e-9);
+  // Of two servers each gets its half of the last gradient in turn, 0.125 after the other, and both update then: their
+  // answers for the first Unit share the worker's card, 0.125 each.
+  EXPECT_NEAR(served_step_seconds(halves, {.workers = 1, .servers = 2}), 12 + 2 * 0.125 + 2 * 0.125, 1e-9);
   const double two = served_step_seconds(halves, {.workers = 64, .servers = 2});
   EXPECT_NEAR(two, many / 2, 12);
   // Where nobody waits for the others, nothing takes longer.

@@ -91,5 +91,17 @@ TEST_F(Metrics, SaysWhichFileCannotBeWritten) {
   }
 }
 
+TEST_F(Metrics, TheLastStepOfAFileIsThatOfItsLastWholeLine) {
+  EXPECT_FALSE(last_step(path()));
+  {
+    MetricsFile file(path());
+    EXPECT_FALSE(last_step(path()));
+    for (const std::int64_t step : {1, 2, 3}) file.write({.step = step});
+  }
+  EXPECT_EQ(last_step(path()), 3);
+  std::ofstream(path(), std::ios::app) << "{\"step\":4,\"lo";
+  EXPECT_EQ(last_step(path()), 3);
+}
+
 }  // namespace
 }  // namespace bonfire::metrics_test
