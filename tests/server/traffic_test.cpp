@@ -229,14 +229,12 @@ TEST(ServerTraffic, WorkersHoldNoOptimizerStateAndServersNoActivations) {
     }
     works.finish();
   });
+  const auto times = [&](std::int64_t bytes) { return fmt::format("{:.2f} P", 1.0 * bytes / weights); };
   fmt::print(
-      "| | weights | weights, gradients, optimizer state | at the peak | sent and received in a step "
-      "|\n|---|---|---|---|---|\n"
-      "| data-parallel rank | {0} | {1:.2f} P | {2:.2f} P | {3:.2f} P |\n| worker | {0} | {4:.2f} P | {5:.2f} P | {6:.2f} P "
-      "|\n| server of {8} workers | {0} | {7:.2f} P | {9:.2f} P | {10:.2f} P |\n",
-      weights, 1.0 * replica.settled / weights, 1.0 * replica.peak / weights, 1.0 * reduced / weights,
-      1.0 * worker.settled / weights, 1.0 * worker.peak / weights, 1.0 * exchanged / weights, 1.0 * server.settled / weights,
-      ranks, 1.0 * server.peak / weights, 1.0 * ranks * exchanged / weights);
+      "| P = {} bytes | held between steps | at the peak | sent and received in a step |\n|---|---|---|---|\n"
+      "| data-parallel rank | {} | {} | {} |\n| worker | {} | {} | {} |\n| server of {} workers | {} | {} | {} |\n",
+      weights, times(replica.settled), times(replica.peak), times(2 * reduced), times(worker.settled), times(worker.peak),
+      times(exchanged), ranks, times(server.settled), times(server.peak), times(ranks * exchanged));
   const auto near = [&](std::int64_t got, double times) { EXPECT_NEAR(1.0 * got / weights, times, 0.1 * times); };
   // Weights, gradients, and two numbers for each; what replicas exchange takes memory, too.
   EXPECT_GE(replica.settled, 4 * weights);
