@@ -4,6 +4,7 @@
 #include <bit>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <thread>
 
 #include <ATen/ops/empty.h>
@@ -19,6 +20,17 @@ static_assert(Header::numbers * sizeof(std::int64_t) == plan::server_head_bytes)
 
 WorldOptions on_host(WorldOptions options) {
   options.device = c10::Device(c10::kCPU);
+  return options;
+}
+
+// Gloo writes to connections in a way that ends the process with SIGPIPE where the other end is gone: here that is PeerLost.
+WorldOptions outliving_peers(WorldOptions options) {
+  struct sigaction before {
+  }, action{};
+  action.sa_handler = [](int) {};  // not SIG_IGN, which programs started from this one would inherit
+  action.sa_flags = SA_RESTART;
+  sigaction(SIGPIPE, nullptr, &before);
+  if (before.sa_handler == SIG_DFL) sigaction(SIGPIPE, &action, nullptr);
   return options;
 }
 
@@ -84,7 +96,7 @@ std::int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
 Peer::Peer(c10d::Store& store, const std::string& name, int place, const WorldOptions& options, Ports& ports)
     : world_(World::from_store(
           c10::make_intrusive<c10d::PrefixStore>(name, c10::intrusive_ptr<c10d::Store>::reclaim_copy(&store)), place, 2,
-          on_host(options))),
+          outliving_peers(on_host(options)))),
       other_(1 - place),
       ports_(ports) {}
 

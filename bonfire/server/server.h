@@ -46,7 +46,8 @@ class BONFIRE_API Server : public Sliced {
   using MakeOptimizer = std::function<std::unique_ptr<Optimizer>(Shares& shares)>;
 
   // Waits for all workers, whose weights are worker 0's. Collective among all ranks. `make`: an optimizer of the shares;
-  // not asked where gradients are pulled.
+  // not asked where gradients are pulled. Like a Worker it gives SIGPIPE an action that does nothing, unless the program has
+  // one of its own: a connection whose other end is gone must not end this process.
   Server(const World& world, const ServerOptions& options, const MakeOptimizer& make);
   ~Server() override;
   Server(const Server&) = delete;

@@ -1,4 +1,5 @@
 // Workers that are gone, and what becomes of the others; requests that cannot be.
+#include <csignal>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -252,6 +253,27 @@ TEST(ServerFaults, AWorkerThatComesBackFindsWeightsOfOneVersion) {
     EXPECT_TRUE(report.dropped.empty());
   }
   for (const auto& of : weights) expect_same(of, undisturbed.weights[0]);
+}
+
+// Writing to a connection whose other end is gone must not end the process, where the program has not asked for that.
+TEST(ServerFaults, TheSignalOfAConnectionThatIsGoneIsOutlived) {
+  struct sigaction at_first {
+  }, usual{}, own{};
+  usual.sa_handler = SIG_DFL;
+  own.sa_handler = [](int) {};
+  const auto after = [](const struct sigaction& before) {
+    sigaction(SIGPIPE, &before, nullptr);
+    run({.log = Log::silent()}, {}, false);
+    struct sigaction now {};
+    sigaction(SIGPIPE, nullptr, &now);
+    return now.sa_handler;
+  };
+  sigaction(SIGPIPE, nullptr, &at_first);
+  const auto of_usual = after(usual), of_own = after(own);
+  sigaction(SIGPIPE, &at_first, nullptr);
+  EXPECT_NE(of_usual, SIG_DFL);
+  EXPECT_NE(of_usual, SIG_IGN) << "programs started from this one would inherit that";
+  EXPECT_EQ(of_own, own.sa_handler);
 }
 
 TEST(ServerFaults, RequestsThatCannotBeAreRefused) {
