@@ -101,29 +101,34 @@ std::optional<std::vector<int>> Server::State::agree() {
     };
     together_with_others(servers.broadcast(agreed, 0));
     if (words[workers]) return std::nullopt;
+    std::vector<int> proposed;
+    for (int worker = 0; worker < workers; ++worker)
+      if (words[worker]) proposed.push_back(worker);
     {
       std::unique_lock lock(mutex);
-      for (int worker = 0; worker < workers; ++worker) {
-        if (!words[worker]) continue;
+      for (const int worker : proposed) {
         changed.wait(lock, [&] { return error || ledger.has(worker) || !ledger.present(worker); });
         throw_if_over();
         words[worker] = ledger.claim(worker);
       }
     }
-    const auto proposed = candidates.size();
     // The smallest of each: it is the largest of the negative numbers.
     agreed.neg_();
     together_with_others(servers.all_reduce(agreed, Reduce::max));
     std::vector<int> all;
     for (int worker = 0; worker < workers; ++worker)
       if (words[worker] != 0) all.push_back(worker);
-    std::int64_t enough = leads && all.size() == proposed;
+    std::int64_t enough = leads && all.size() == proposed.size();
     auto verdict = at::zeros({1}, at::kLong).fill_(enough);
     together_with_others(servers.broadcast(verdict, 0));
     if (verdict.item<std::int64_t>()) return all;
-    // Somebody was lost: the first server hears of it as well, and proposes others.
+    // Somebody was lost. The sessions of servers that have its gradients do not hear of it by themselves.
     std::unique_lock lock(mutex);
+    for (const int worker : proposed)
+      if (words[worker] == 0 && ledger.present(worker) && ledger.has(worker))
+        sessions[static_cast<std::size_t>(worker)].lost_elsewhere = true;
     ledger.release();
+    changed.notify_all();
     if (!leads) continue;
     changed.wait(lock, [&] { return error || changes != seen; });
     throw_if_over();

@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -39,6 +40,7 @@ struct Server::State {
     // What its next answers say of its last gradients.
     bool used = true;
     double norm = 0, number = 0;
+    bool lost_elsewhere = false;  // another server waited for its gradients, and it was lost
     std::thread thread;
   };
 
@@ -49,6 +51,8 @@ struct Server::State {
   void run(Session& session);
   bool hear(Session& session);
   void await_and_answer(Session& session);
+  // Until `ready`, which is asked under `mutex`. Throws PeerLost where the worker was lost meanwhile.
+  void await_others(Session& session, const std::function<bool()>& ready);
   void answer(Session& session, std::int64_t version);
   // The version that was copied.
   std::int64_t copy_weights(Session& session, std::size_t unit, std::int64_t at_least);
@@ -56,6 +60,8 @@ struct Server::State {
   bool averages(std::int64_t version) const { return options.pulled == Pulled::gradients && version > 0; }
   void lose(Session& session, const std::string& why);
   void await_return(Session& session);
+  std::int64_t await_life(const Session& session);
+  std::int64_t lives(const Session& session) const;
   void give_up(std::exception_ptr error);
   std::string name_of(const Session& session) const;
 

@@ -84,6 +84,8 @@ void Server::State::greet(Session& session, const MakeOptimizer& make) {
 }
 
 void Server::State::make_slots(Session& session) {
+  // An update may still add up what a worker that is back had sent before it was lost.
+  const std::lock_guard alone(updating);
   session.slots.clear();
   session.versions.assign(shares->units(), 0);
   for (std::size_t unit = 0; unit < shares->units(); ++unit) {
@@ -107,6 +109,8 @@ void Server::State::make_slots(Session& session) {
 void Server::State::run(Session& session) try {
   while (true) {
     try {
+      // Back from ahead of the others, it may not begin a step yet.
+      await_others(session, [&] { return ledger.may_go_on(session.worker); });
       answer(session, 0);
       while (hear(session)) {
       }
@@ -175,12 +179,25 @@ bool Server::State::hear(Session& session) {
   }
 }
 
+// Meanwhile the worker says nothing, so its connection does not tell that it is gone. Its next life does, and so do servers
+// that it has not sent its gradients to: nobody may wait here for a worker that waits to come back.
+void Server::State::await_others(Session& session, const std::function<bool()>& ready) {
+  const auto look = options.lost == WhenLost::wait ? std::chrono::milliseconds(200) : std::chrono::hours(1);
+  std::unique_lock lock(mutex);
+  while (!changed.wait_for(lock, look, [&] { return over || session.lost_elsewhere || ready(); })) {
+    lock.unlock();
+    if (options.lost == WhenLost::wait && lives(session) > session.life) throw PeerLost("another life of it has begun");
+    lock.lock();
+  }
+  require(!over, "the run ends");
+  if (std::exchange(session.lost_elsewhere, false)) throw PeerLost("another server has lost it");
+}
+
 void Server::State::await_and_answer(Session& session) {
+  await_others(session, [&] { return ledger.outcome(session.worker) && ledger.may_go_on(session.worker); });
   std::int64_t version = 0;
   {
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return over || (ledger.outcome(session.worker) && ledger.may_go_on(session.worker)); });
-    require(!over, "the run ends");
+    const std::lock_guard lock(mutex);
     const auto outcome = *ledger.outcome(session.worker);
     version = outcome.version;
     if (!outcome.used) {
@@ -251,6 +268,7 @@ void Server::State::lose(Session& session, const std::string& why) {
   ledger.lose(session.worker, options.lost == WhenLost::wait);
   ++changes;
   session.pushed = 0;
+  session.lost_elsewhere = false;
   if (options.lost == WhenLost::drop) {
     dropped_workers.push_back(session.worker);
     options.log.warning("{} was lost after {} steps; the run goes on without it (server_lost = drop)", name_of(session),
@@ -262,17 +280,26 @@ void Server::State::lose(Session& session, const std::string& why) {
   changed.notify_all();
 }
 
-void Server::State::await_return(Session& session) {
-  session.peer.reset();
-  ++session.life;
-  const auto lives = fmt::format("{}/worker {}/lives", options.name, session.worker);
-  while (world.store().add(lives, 0) < session.life) {
+std::int64_t Server::State::lives(const Session& session) const {
+  return world.store().add(fmt::format("{}/worker {}/lives", options.name, session.worker), 0);
+}
+
+// The worker's newest life after that of the session.
+std::int64_t Server::State::await_life(const Session& session) {
+  while (true) {
+    const auto life = lives(session);
     std::unique_lock lock(mutex);
+    // Gradients of its last life that are on their way into an update count as a step that it has taken.
+    if (life > session.life && !ledger.has(session.worker)) return life;
     // Nobody tells this thread: the store is asked.
     changed.wait_for(lock, std::chrono::milliseconds(200), [&] { return over.load(); });
     require(!over, "the run ends");
   }
-  session.life = world.store().add(lives, 0);
+}
+
+void Server::State::await_return(Session& session) {
+  session.peer.reset();
+  session.life = await_life(session);
   connect(session);
   greet(session, {});
   const std::lock_guard lock(mutex);

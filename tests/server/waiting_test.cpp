@@ -1,7 +1,10 @@
 // Who waits for whom: a forward for its Unit's weights and no others, and other workers for a slow one as far as the mode
 // says.
+#include <atomic>
 #include <functional>
 #include <memory>
+#include <stdexcept>
+#include <string_view>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -190,6 +193,60 @@ TEST(ServerWaiting, AllWaitForAStragglerInSynchronousMode) {
       EXPECT_EQ(how.ended.count(), 0);
     };
     for (const auto& report : run(how)) EXPECT_EQ(report.updates, straggling_steps);
+  }
+}
+
+// Worker 1 is ahead by more than the bound, so it is not answered, and is gone; worker 0 goes on only when it is back. It
+// does not begin a step before worker 0 has caught up.
+TEST(ServerWaiting, AWorkerThatIsLostWhileItWaitsForOthersComesBackToWaitForThem) {
+  constexpr std::int64_t steps = 4, ahead = 2;
+  for (const int servers : {1, 2}) {
+    SCOPED_TRACE(servers);
+    Gate taken, back;
+    std::atomic<bool> goes_on{false};
+    ServerOptions options{.servers = servers, .mode = ServerMode::bounded, .staleness = 1, .lost = WhenLost::wait};
+    options.after_update = [&](const ServerUpdate& update) {
+      if (update.pushes.front().worker == 1 && update.pushes.front().step == ahead) taken.add();
+      return std::int64_t{0};
+    };
+    options.log = Log([&](LogLevel, std::string_view words) {
+      if (words.find("is back after 2 steps") != words.npos) back.add();
+    });
+    std::vector<ServerReport> reports(static_cast<std::size_t>(servers));
+    run_ranks(servers + 2, [&](World& world) {
+      if (is_server(world, options)) {
+        Server server(world, options, [](Shares& shares) { return std::make_unique<Sgd>(shares); });
+        reports[static_cast<std::size_t>(world.rank())] = server.serve();
+        return;
+      }
+      const int me = world.rank() - servers;
+      const auto train = [&](std::int64_t last, bool finish) {
+        Stack net;
+        Worker worker(world, net, options);
+        if (me == 0) {
+          EXPECT_TRUE(back.await(servers));
+          goes_on = true;
+        }
+        if (finish) {
+          EXPECT_TRUE(goes_on);
+        }
+        for (auto step = worker.steps_before() + 1; step <= last; ++step) {
+          worker.backward(net->forward(numbers({3, 4}, static_cast<std::uint64_t>(10 * step + me))).pow(2).mean());
+          worker.step();
+        }
+        if (finish) return worker.finish();
+        EXPECT_TRUE(taken.await(servers));
+        throw std::runtime_error("gone");
+      };
+      if (me == 1) {
+        EXPECT_THROW(train(ahead, false), std::runtime_error);
+      }
+      train(steps, true);
+    });
+    for (const auto& report : reports) {
+      EXPECT_EQ(report.updates, 2 * steps);
+      EXPECT_LE(report.most_lead, 1);
+    }
   }
 }
 
