@@ -163,7 +163,7 @@ TEST_F(Loop, ANanIsSearchedForByOneAllReduce) {
   std::vector<std::string> more, fewer;
   std::set_difference(searched.begin(), searched.end(), usual.begin(), usual.end(), std::back_inserter(more));
   std::set_difference(usual.begin(), usual.end(), searched.begin(), searched.end(), std::back_inserter(fewer));
-  EXPECT_EQ(more, std::vector<std::string>{"all_reduce 24"}) << "a number of each rank";
+  EXPECT_EQ(more, std::vector<std::string>{"all_reduce world 24"}) << "a number of each rank";
   EXPECT_TRUE(fewer.empty()) << fewer.front();
 }
 
