@@ -13,6 +13,7 @@
 #include <sstream>
 
 #include <ATen/Parallel.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bonfire/base/random.h"
 #include "bonfire/base/system_error.h"
@@ -140,6 +141,10 @@ int launch_here(const Config& config, const StartOptions& options, const Environ
   if (place.nodes > 1) launcher.master = {place.address, place.port};
   launcher.address = options.address;
   launcher.max_restarts = options.max_restarts;
+  if (config.layout.server > 0 && config.layout.server_lost != "stop")
+    launcher.lost =
+        LostRanks{.from = static_cast<int>(config.layout.server),
+                  .policy = config.layout.server_lost == "drop" ? LostRanks::Policy::drop : LostRanks::Policy::wait};
   launcher.echo = Echo::first;
   launcher.ranks_take_signals = true;
   const Variables variables = watch_variables(config, process_variables());
@@ -245,6 +250,9 @@ fs::path take_folder(const Config& config, const StartOptions& options, const En
   return folder;
 }
 
+// Where rank 0's folder stands for ranks that come back alone.
+constexpr const char* folder_key = "run folder";
+
 // Rank 0's folder, known to all. Collective.
 fs::path agree_on_folder(const World& world, const Config& config, const StartOptions& options, const Environment& place,
                          OwnFolder& own) {
@@ -253,6 +261,7 @@ fs::path agree_on_folder(const World& world, const Config& config, const StartOp
     own.set(take_folder(config, options, place));
     // Now: it may be that this rank is ended before it can say anything.
     world.log().info("{}: {}", options.keep_folder ? "run folder" : "temporary folder", own.get().string());
+    world.store().set(folder_key, own.get().string());
   });
   return hear(world.group(), own.get().string(), 0, world.device());
 }
@@ -359,6 +368,7 @@ int run_as_rank(const Config& config, const StartOptions& options, JoinOptions j
     if (const fs::path folder = own->get(); !folder.empty()) settle_folder(folder, config, options, log);
   };
   StopSignals& requests = *join.stop;
+  const bool returned = returns_of(join.variables) > 0;
   bool begun = false;
   const int code = run_rank(std::move(join), [&](World& world) {
     const std::chrono::duration<double> length(config.checkpoint.grace);
@@ -373,12 +383,17 @@ int run_as_rank(const Config& config, const StartOptions& options, JoinOptions j
     const auto patience = std::min<std::chrono::duration<double>>(std::chrono::seconds(30), length / 2);
     StopVote vote(world.store(), {.rank = world.rank(),
                                   .size = world.size(),
+                                  .returned = returned,
                                   .patience = std::chrono::duration_cast<std::chrono::milliseconds>(patience),
                                   .failed = [&grace] { grace.cancel(); },
                                   .log = world.log()});
     const Votes votes(requests, vote, grace);
     begun = true;
-    const fs::path folder = given.empty() ? agree_on_folder(world, config, options, place, *own) : given;
+    const auto agree = [&]() -> fs::path {
+      return returned ? fs::path(world.store().get_to_str(folder_key))
+                      : agree_on_folder(world, config, options, place, *own);
+    };
+    const fs::path folder = given.empty() ? agree() : given;
     if (given.empty() && world.local_rank() == 0) say_folder(folder);
     const int code = body(world, {.folder = folder, .stop = vote, .restarts = place.restarts});
     if (given.empty() && !options.keep_folder && world.rank() == 0) fs::remove_all(folder);
@@ -407,12 +422,18 @@ int start(Config& config, const StartOptions& options, const RankBody& body) {
     place.size = place.local_size * place.nodes;
   } else {
     // Until it has joined the others, nobody needs it to end in good order.
-    requests = &StopSignals::take([rank = place.rank] {
+    // One that was lost and is back answers when it can vote.
+    const StopSignals::Answer end = [rank = place.rank] {
       if (rank == 0) say_stopped_before_the_start();
       std::_Exit(kStoppedAfterSaving);
-    });
+    };
+    requests = &StopSignals::take(returns_of(variables) > 0 ? StopSignals::Answer{} : end);
   }
   resolve(config, place.size);
+  if (!place.launches_itself && config.layout.server_lost != "stop" && !variables.contains("BONFIRE_WHEN_LOST"))
+    fail_key(config, "layout.server_lost",
+             fmt::format("{} has started this rank, and ends all of them when one fails; allowed here: stop, or --ranks",
+                         name_of(place.source)));
   if (!started_by_us) {
     device_of(config, place.local_rank);
     const auto look = place.launches_itself ? LookAt::files : LookAt::manifest;

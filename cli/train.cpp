@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <CLI/App.hpp>
 
+#include "bonfire/comm/join.h"
 #include "bonfire/train/loop.h"
 #include "bonfire/train/resume.h"
 #include "cli/commands.h"
@@ -73,6 +74,7 @@ void add_train(CLI::App& program, int& exit_code) {
 
     exit_code = start(config, options, [&](const World& world, const RankStart& rank) {
       TrainOptions train_options{.folder = rank.folder, .progress = progress_to_stderr(), .stop = &rank.stop};
+      train_options.may_be_lost = [] { may_be_lost(process_variables()); };
       train_options.resume = rank.restarts > 0 || (resume && !resume->run_folder.empty());
       if (resume && resume->run_folder.empty()) train_options.begin_with = resume->checkpoint;
       const TrainReport report = train(world, config, train_options);

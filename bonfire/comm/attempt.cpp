@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
+#include <utility>
 
 #include <fmt/ranges.h>
 
@@ -32,11 +33,20 @@ constexpr auto kOtherNodes = 5s;
 constexpr auto kTold = 2s;
 constexpr auto kLookOften = 50ms;
 
-std::string file_name(int rank, int attempt, const char* kind) {
-  return attempt == 0 ? fmt::format("rank-{}.{}", rank, kind) : fmt::format("rank-{}.restart-{}.{}", rank, attempt, kind);
+std::string file_name(int rank, int attempt, int returns, const char* kind) {
+  const auto part = [](const char* word, int times) { return times == 0 ? "" : fmt::format(".{}-{}", word, times); };
+  return fmt::format("rank-{}{}{}.{}", rank, part("restart", attempt), part("return", returns), kind);
 }
 
 }  // namespace
+
+void report_words(const LauncherOptions& options, const RankFailure& failure) {
+  const bool shown_as_it_is = options.echo == Echo::first && failure.rank == 0;
+  if (!shown_as_it_is) {
+    if (const std::string words = last_words_of(failure); !words.empty()) options.log.error("{}", words);
+  }
+  if (failure.note && !failure.note->details.empty()) options.log.error("more about it is in {}", failure.log_file);
+}
 
 Variables rank_variables(const LauncherOptions& options) {
   Variables variables = process_variables();
@@ -66,13 +76,13 @@ Attempt::Ending Attempt::run() {
     look_for_debuggers();
     if (setting_.guardian.renew()) options_.log.warning("the launcher's guardian was killed: another one was started");
     if (link != nullptr) {
-      if (link->take_user_signal()) signal_all(SIGUSR1);
+      if (link->take_user_signal()) pass_on(SIGUSR1);
       if (const auto news = link->news(); news && !news->over) hear(*news);
       follow_pauses();
     }
     if (paused_since_) continue;
     keep_deadlines();
-    if (living() > 0) continue;
+    if (living() > 0 || !losses_.empty()) continue;
     if (ending_ || asked_to_stop_ || link == nullptr) break;
     if (told_failure_) continue;
     if (!told_ended_) {
@@ -86,6 +96,8 @@ Attempt::Ending Attempt::run() {
   for (Rank& rank : ranks_) {
     rank.output.take(rank.process.out, rank.process.err);
     rank.output.finish();
+    std::error_code ignored;
+    if (options_.lost) std::filesystem::remove(loss_file(rank.process.rank), ignored);
   }
   if (failure_) return Ending::failed;
   return saved_ || unsaved_ ? Ending::on_request : Ending::well;
@@ -94,6 +106,7 @@ Attempt::Ending Attempt::run() {
 // What is done about ranks that have failed, or that were to end by now.
 void Attempt::keep_deadlines() {
   const Deadline now = Clock::now();
+  settle_losses();
   const bool undecided = !ending_ && !asked_to_stop_;
   if (undecided && !failures_.empty() && (now >= settled() || living() == 0)) choose_failure();
   if (undecided && told_failure_ && now >= told_failure_->at + kOtherNodes) end_because(told_failure_->failure);
@@ -105,7 +118,8 @@ void Attempt::keep_deadlines() {
 
 void Attempt::start() {
   for (int local = 0; local < options_.ranks; ++local) try {
-      ranks_.push_back(start(local));
+      if (options_.lost) std::filesystem::remove(loss_file(options_.node * options_.ranks + local));
+      ranks_.push_back(start(local, 0));
       setting_.guardian.watch(ranks_.back().process.pid);
     } catch (...) {
       signal_all(SIGKILL);
@@ -117,10 +131,10 @@ void Attempt::start() {
     }
 }
 
-Attempt::Rank Attempt::start(int local) {
+Attempt::Rank Attempt::start(int local, int returns) {
   const int number = options_.node * options_.ranks + local;
-  const std::string log_file = (setting_.folder / file_name(number, setting_.number, "log")).string();
-  const std::string error_file = (setting_.folder / file_name(number, setting_.number, "error")).string();
+  const std::string log_file = (setting_.folder / file_name(number, setting_.number, returns, "log")).string();
+  const std::string error_file = (setting_.folder / file_name(number, setting_.number, returns, "error")).string();
   std::filesystem::remove(error_file);
   RankOutput output({.file = log_file,
                      .prefix = fmt::format("[rank {}] ", number),
@@ -132,9 +146,16 @@ Attempt::Rank Attempt::start(int local) {
   variables["RANK"] = std::to_string(number);
   variables["LOCAL_RANK"] = std::to_string(local);
   variables["BONFIRE_ERROR_FILE"] = error_file;
+  if (options_.lost && number >= options_.lost->from) variables["BONFIRE_MAY_BE_LOST_FILE"] = loss_file(number);
+  if (returns > 0) variables["BONFIRE_RETURNS"] = std::to_string(returns);
   RankProcess process =
       start_rank(number, {options_.program, variables, setting_.signals.ignored(), options_.ranks_take_signals});
-  return {std::move(process), std::move(output), log_file, error_file};
+  return {std::move(process), std::move(output), log_file, error_file, returns};
+}
+
+// Where a rank says that its loss can be borne.
+std::string Attempt::loss_file(int rank) const {
+  return (setting_.folder / file_name(rank, setting_.number, 0, "may-be-lost")).string();
 }
 
 Variables Attempt::common_variables() const {
@@ -152,6 +173,9 @@ Variables Attempt::common_variables() const {
   variables["TORCHELASTIC_RUN_ID"] = to_string(setting_.store);
   variables.insert_or_assign("BONFIRE_LAUNCHER", std::string(1, '1'));
   variables["BONFIRE_TOKEN"] = options_.token;
+  // Not what a launcher around this one has said of its own.
+  for (const char* name : {"BONFIRE_WHEN_LOST", "BONFIRE_MAY_BE_LOST_FILE", "BONFIRE_RETURNS"}) variables.erase(name);
+  if (options_.lost) variables["BONFIRE_WHEN_LOST"] = name_of(options_.lost->policy);
   return variables;
 }
 
@@ -179,6 +203,8 @@ void Attempt::wait_for_events() {
   if (!failures_.empty() && !ending_ && !asked_to_stop_ && !paused_since_)
     next = std::min(next, told_failure_ ? told_failure_->at + kOtherNodes : settled());
   if (kill_at_ && !paused_since_) next = std::min(next, *kill_at_);
+  if (!paused_since_)
+    for (const Loss& loss : losses_) next = std::min(next, loss.at);
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
   poll(entries.data(), entries.size(), static_cast<int>(std::max<long long>(left, 0)));
   for (const auto& [entry, rank] : ends) rank->end_known = entries[entry].revents != 0;
@@ -188,12 +214,15 @@ void Attempt::handle(int signal) {
   if (signal == SIGTSTP) return pause();
   if (signal == SIGUSR1) {
     if (setting_.link != nullptr) setting_.link->tell_user_signal();
-    return signal_all(signal);
+    return pass_on(signal);
   }
   if (!is_stop_request(signal)) return;  // SIGCONT: pause() has returned, or nobody had stopped
   // A second request does not wait any longer. A hang-up is none: a terminal that goes away sends several.
   if (signal != SIGHUP) {
-    if (first_request_ && Clock::now() - *first_request_ > kOneRequest) return signal_all(SIGKILL);
+    if (first_request_ && Clock::now() - *first_request_ > kOneRequest) {
+      killed_ = true;
+      return signal_all(SIGKILL);
+    }
     if (first_request_) return;
     first_request_ = Clock::now();
   }
@@ -218,7 +247,7 @@ void Attempt::stop(int signal, const std::string& where) {
   go_on();
   options_.log.info("{}{}: passed on to {} ranks, which have {} s to end", signal_name(signal), where, living(),
                     std::chrono::duration_cast<std::chrono::seconds>(*options_.stop_grace).count());
-  signal_all(signal);
+  pass_on(signal);
   wake_stopped();
   kill_at_ = Clock::now() + *options_.stop_grace;
 }
@@ -272,6 +301,7 @@ void Attempt::go_on() {
 void Attempt::postpone(std::chrono::nanoseconds time) {
   first_seen_ += time;
   if (kill_at_) *kill_at_ += time;
+  for (Loss& loss : losses_) loss.at += time;
   if (told_failure_) told_failure_->at += time;
   if (told_ended_) *told_ended_ += time;
 }
@@ -280,6 +310,12 @@ void Attempt::postpone(std::chrono::nanoseconds time) {
 void Attempt::signal_all(int signal) const {
   for (const Rank& rank : ranks_)
     if (rank.alive) kill(-rank.process.pid, signal);
+}
+
+// What asks the ranks to end in good order, where they take it so.
+void Attempt::pass_on(int signal) {
+  passed_on_ = signal;
+  signal_all(signal);
 }
 
 // A stopped rank hears nothing until it goes on.
@@ -329,10 +365,10 @@ void Attempt::note_end(Rank& rank, const siginfo_t& how) {
     done_.push_back(rank.process.rank);
     return;
   }
-  const bool stopped_and_saved = exited && how.si_status == 3;
-  if (stopped_and_saved) saved_ = true;
-  if (asked_to_stop_ && !stopped_and_saved) unsaved_ = true;
-  if (stopped_and_saved || ending_ || asked_to_stop_) return;
+  if (exited && how.si_status == 3) {
+    saved_ = true;
+    return;
+  }
   RankFailure failure;
   failure.rank = rank.process.rank;
   failure.node = options_.node;
@@ -346,8 +382,68 @@ void Attempt::note_end(Rank& rank, const siginfo_t& how) {
   failure.note = std::move(note);
   failure.last_lines.assign(rank.output.last_lines().begin(), rank.output.last_lines().end());
   failure.log_file = rank.log_file;
+  if (!may_be_lost(failure)) return note_failure(std::move(failure));
+  // One that has itself lost another: that may be one whose loss ends the run.
+  const auto settled = is_victim(failure) ? Clock::duration(kSettleVictims) : Clock::duration(0);
+  losses_.push_back({std::move(failure), Clock::now() + settled});
+}
+
+void Attempt::note_failure(RankFailure failure) {
+  if (asked_to_stop_) unsaved_ = true;
+  if (ending_ || asked_to_stop_) return;
   if (failures_.empty()) first_seen_ = Clock::now();
   failures_.push_back(std::move(failure));
+}
+
+// Where the run is to end, a rank comes back only to end with the others: not if these are killed.
+bool Attempt::may_be_lost(const RankFailure& failure) const {
+  if (!options_.lost || failure.rank < options_.lost->from || ending_ || !failures_.empty()) return false;
+  if (failure.code == 2 || killed_ || (asked_to_stop_ && !kill_at_)) return false;
+  if (failure.note)
+    for (const auto kind : {FailureNote::Kind::configuration, FailureNote::Kind::run, FailureNote::Kind::stall})
+      if (failure.note->kind == kind) return false;
+  return std::filesystem::exists(loss_file(failure.rank));
+}
+
+void Attempt::settle_losses() {
+  const bool ends = ending_ || !failures_.empty();
+  for (const Loss& loss : std::exchange(losses_, {})) {
+    if (ends)
+      note_failure(loss.failure);
+    else if (Clock::now() < loss.at)
+      losses_.push_back(loss);
+    else
+      lose(loss.failure);
+  }
+}
+
+void Attempt::lose(const RankFailure& failure) {
+  const int local = failure.rank - options_.node * options_.ranks;
+  Rank& rank = ranks_[static_cast<std::size_t>(local)];
+  const int times = rank.returns + 1, most = options_.lost->most_returns, all = options_.ranks * options_.nodes;
+  report_words(options_, failure);
+  if (options_.lost->policy == LostRanks::Policy::drop) {
+    options_.log.warning("{}; the others go on without it", cause_of(failure));
+    dropped_.push_back(failure.rank);
+    return held_.lost_for_good(failure.rank, times, all);
+  }
+  if (times > most) {
+    options_.log.error("rank {} was started again {} times and is lost once more: at most {} times are allowed",
+                       failure.rank, times - 1, most);
+    return note_failure(failure);
+  }
+  options_.log.warning("{}; the others wait, and it is started again alone ({} of at most {} times)", cause_of(failure),
+                       times, most);
+  held_.lost(failure.rank, times);
+  try {
+    rank = start(local, times);
+  } catch (const Error& error) {
+    options_.log.error("rank {} cannot be started again: {}", failure.rank, error.what());
+    return note_failure(failure);
+  }
+  setting_.guardian.watch(rank.process.pid);
+  // The others have heard of it, and would wait for its vote.
+  if (passed_on_ != 0 && options_.ranks_take_signals) kill(-rank.process.pid, passed_on_);
 }
 
 void Attempt::look_for_debuggers() {

@@ -20,6 +20,9 @@ namespace bonfire {
 // What all ranks find in their environment, but for their places.
 Variables rank_variables(const LauncherOptions& options);
 
+// What a rank that has failed said last, unless a person has read it already.
+void report_words(const LauncherOptions& options, const RankFailure& failure);
+
 // The ranks of this node, once from start to end.
 class Attempt {
  public:
@@ -40,6 +43,8 @@ class Attempt {
   Ending run();
 
   const std::optional<RankFailure>& failure() const { return failure_; }
+  // Ranks that the others have gone on without.
+  const std::vector<int>& dropped() const { return dropped_; }
   // By a signal to a launcher, also where the attempt had failed already.
   bool asked_to_stop() const { return asked_to_stop_; }
   // All ranks that ended on request had saved before.
@@ -51,13 +56,14 @@ class Attempt {
     RankOutput output;
     std::string log_file;
     std::string error_file;
+    int returns = 0;  // how often it was started again alone
     bool alive = true;
     bool stopped = false;    // by SIGSTOP
     bool end_known = false;  // `process.end` says that it has ended; whoever traces it may have to hear of it first
   };
 
   void start();
-  Rank start(int local);
+  Rank start(int local, int returns);
   Variables common_variables() const;
   int living() const;
   void wait_for_events();
@@ -70,11 +76,17 @@ class Attempt {
   void go_on();
   void postpone(std::chrono::nanoseconds time);
   void signal_all(int signal) const;
+  void pass_on(int signal);
   void wake_stopped() const;
 
   void reap();
   void note_stop(Rank& rank, int signal);
   void note_end(Rank& rank, const siginfo_t& how);
+  void note_failure(RankFailure failure);
+  bool may_be_lost(const RankFailure& failure) const;
+  void settle_losses();
+  void lose(const RankFailure& failure);
+  std::string loss_file(int rank) const;
   void look_for_debuggers();
 
   Deadline settled() const;
@@ -90,6 +102,13 @@ class Attempt {
   std::vector<Rank> ranks_;
   std::vector<RankFailure> failures_;
   std::vector<int> done_;  // ended well
+  // Ranks that have ended and may be lost, until it is known that nobody else's failure was the reason.
+  struct Loss {
+    RankFailure failure;
+    Deadline at;
+  };
+  std::vector<Loss> losses_;
+  std::vector<int> dropped_;
   std::optional<RankFailure> failure_;
   // What this node has told the others, until they answer.
   struct Told {
@@ -103,6 +122,8 @@ class Attempt {
   bool ending_ = false;  // because of a failure
   bool asked_to_stop_ = false;
   std::optional<Deadline> first_request_;  // by SIGINT or SIGTERM
+  bool killed_ = false;                    // by a second one
+  int passed_on_ = 0;                      // the last request
   bool pausing_ = false;                   // with this launcher
   std::optional<Deadline> paused_since_;   // because of another node's launcher
   bool saved_ = false;                     // a rank ended with code 3

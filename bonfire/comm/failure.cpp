@@ -3,6 +3,7 @@
 #include <csignal>
 #include <cstring>
 #include <ctime>
+#include <iterator>
 #include <tuple>
 
 #include <nlohmann/json.hpp>
@@ -16,7 +17,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr const char* kKinds[] = {"exception", "configuration", "communication", "stall"};
+constexpr const char* kKinds[] = {"exception", "configuration", "communication", "stall", "run"};
 
 // Bytes of a rank's output need not be text.
 std::string dump(const json& value) { return value.dump(-1, ' ', false, json::error_handler_t::replace); }
@@ -33,7 +34,7 @@ json note_to_json(const FailureNote& note) {
 FailureNote note_from_json(const Json& value) {
   FailureNote note;
   const std::string& kind = value.at("kind").string();
-  for (int i = 0; i < 4; ++i)
+  for (int i = 0; i < static_cast<int>(std::size(kKinds)); ++i)
     if (kind == kKinds[i]) note.kind = static_cast<FailureNote::Kind>(i);
   note.message = value.at("message").string();
   note.details = value.at("details").string();

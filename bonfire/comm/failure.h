@@ -6,13 +6,21 @@
 #include <vector>
 
 #include "bonfire/base/api.h"
+#include "bonfire/base/error.h"
 
 namespace bonfire {
+
+// What is wrong with the run, and not with the rank that says so: it ends, whatever is done about ranks that are lost.
+class BONFIRE_API RunOver : public Error {
+ public:
+  using Error::Error;
+};
 
 // Why a rank says it failed: what it leaves in its error file before it goes, for whoever started it.
 struct FailureNote {
   // `communication`: another rank was lost, so this one is probably not where it began. `stall`: the watchdog ended the run.
-  enum class Kind { exception, configuration, communication, stall };
+  // `run`: a RunOver.
+  enum class Kind { exception, configuration, communication, stall, run };
   Kind kind = Kind::exception;
   std::string message = {};  // one line
   std::int64_t at = 0;       // now_ns() when it was noticed

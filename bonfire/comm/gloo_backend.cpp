@@ -300,9 +300,13 @@ void prove_each_other(c10d::Backend& gloo, c10d::Store& store, const Communicato
     }
     if (same_secret(said, proof(peer.rank, options.rank))) continue;
     const std::size_t at = static_cast<std::size_t>(peer.rank);
-    fail("whoever is connected in the place of rank {} has not proved that it is of this job: {}",
-         at < options.members.size() ? options.members[at] : peer.rank,
-         said.starts_with("nothing") ? said.substr(0, said.find('\n')) : "it said something else");
+    const bool silent = said.starts_with("nothing");
+    const auto words = fmt::format("whoever is connected in the place of rank {} has not proved that it is of this job: {}",
+                                   at < options.members.size() ? options.members[at] : peer.rank,
+                                   silent ? said.substr(0, said.find('\n')) : "it said something else");
+    // One that says nothing may have ended just now.
+    if (silent) throw PeerLost(words);
+    fail("{}", words);
   }
   for (Peer& peer : peers) peer.sent->wait(limit);
 }

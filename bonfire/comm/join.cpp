@@ -14,12 +14,14 @@
 #include "bonfire/base/clock.h"
 #include "bonfire/base/error.h"
 #include "bonfire/base/open_files.h"
+#include "bonfire/base/output_file.h"
 #include "bonfire/comm/crash.h"
 #include "bonfire/comm/cuda_plugin.h"
 #include "bonfire/comm/failure.h"
 #include "bonfire/comm/launcher.h"
 #include "bonfire/comm/progress.h"
 #include "bonfire/comm/rendezvous.h"
+#include "bonfire/comm/returned_world.h"
 #include "bonfire/comm/stall.h"
 #include "bonfire/comm/stop_signals.h"
 #include "bonfire/comm/token_store.h"
@@ -117,6 +119,7 @@ bool is_communication_failure(const std::exception& error) {
 
 FailureNote::Kind kind_of(const std::exception& error) {
   if (dynamic_cast<const ConfigError*>(&error) != nullptr) return FailureNote::Kind::configuration;
+  if (dynamic_cast<const RunOver*>(&error) != nullptr) return FailureNote::Kind::run;
   return is_communication_failure(error) ? FailureNote::Kind::communication : FailureNote::Kind::exception;
 }
 
@@ -191,13 +194,17 @@ c10::Device local_device(const Environment& place, const Log& log) {
 
 World world_from_store(StorePtr store, const Environment& place, JoinOptions options) {
   StorePtr own = c10::make_intrusive<c10d::PrefixStore>(fmt::format("attempt {}", place.restarts), std::move(store));
-  if (place.size > 1) {
+  const int returns = returns_of(options.variables);
+  const CheckIn self{.rank = place.rank,
+                     .size = place.size,
+                     .configuration = options.configuration,
+                     .timeout = rendezvous_timeout(options),
+                     .log = options.world.log};
+  if (returns > 0) {
+    check_in_again(*own, self);
+  } else if (place.size > 1) {
     if (options.stop) options.stop->answer_with([store = own->clone()] { call_off(*store); });
-    check_in(*own, {.rank = place.rank,
-                    .size = place.size,
-                    .configuration = options.configuration,
-                    .timeout = rendezvous_timeout(options),
-                    .log = options.world.log});
+    check_in(*own, self);
   }
   if (options.stop) options.stop->answer_with({});
   WorldOptions world = options.world;
@@ -206,7 +213,9 @@ World world_from_store(StorePtr store, const Environment& place, JoinOptions opt
   world.node = place.node;
   world.address = gloo_address(options, place);
   if (options.device) world.device = options.device(place);
-  World joined = World::from_store(own, place.rank, place.size, world);
+  World joined = returns > 0 ? returned_world(own, place.rank, place.size, world)
+                             : World::from_store(own, place.rank, place.size, world);
+  if (returns > 0) own->set(returned_key(place.rank), lost_text(returns, false));
   const StallLimits limits = StallLimits::from(options.variables);
   if (place.size > 1 && (limits.silent > 0 || limits.behind > 0))
     joined.keep(std::make_shared<Watchdog>(
@@ -214,6 +223,16 @@ World world_from_store(StorePtr store, const Environment& place, JoinOptions opt
         WatchdogOptions{
             .rank = place.rank, .size = place.size, .limits = limits, .on_stall = options.on_stall, .log = world.log}));
   return joined;
+}
+
+void may_be_lost(const Variables& variables) {
+  if (const std::string file = variable(variables, "BONFIRE_MAY_BE_LOST_FILE"); !file.empty())
+    write_file(file, "", Survives::process);
+}
+
+int returns_of(const Variables& variables) {
+  const std::string text = variable(variables, "BONFIRE_RETURNS");
+  return text.empty() ? 0 : std::stoi(text);
 }
 
 World world_from_environment(JoinOptions options) {
@@ -260,12 +279,14 @@ int run_rank(JoinOptions options, const std::function<int(World&)>& program) {
         leave(reports, {.kind = FailureNote::Kind::stall, .message = verdict});
       };
     const StallLimits limits = StallLimits::from(options.variables);
+    const bool losable = !variable(options.variables, "BONFIRE_MAY_BE_LOST_FILE").empty();
     World world = world_from_environment(std::move(options));
     try {
       const int code = program(world);
       // A rank that is done says so and stays until all are: the watchdog can then tell who did less than the others.
       world.progress()->finish();
-      if (world.size() > 1 && limits.silent > 0 && limits.behind > 0) check_out(world.store(), world.size());
+      if (world.size() > 1 && limits.silent > 0 && limits.behind > 0)
+        losable ? check_out_once(world.store(), world.rank(), world.size()) : check_out(world.store(), world.size());
       return code;
     } catch (const std::exception& error) {
       // Here, while the World still stands: taking it down could wait for ranks that are gone.

@@ -47,6 +47,13 @@ BONFIRE_API World world_from_environment(JoinOptions options = {});
 BONFIRE_API World world_from_store(c10::intrusive_ptr<c10d::Store> store, const Environment& place,
                                    JoinOptions options = {});
 
+// Where the launcher of this rank can bear its loss (LauncherOptions::lost): from now on the other ranks can, too. Until
+// then, and where it is not called, a rank that fails ends the run. Nothing where no launcher offers that. Throws Error
+// where the launcher cannot be told.
+BONFIRE_API void may_be_lost(const Variables& variables);
+// How often this rank was lost and started again alone. Its World is then one without connections: see returned_world.h.
+BONFIRE_API int returns_of(const Variables& variables);
+
 // A meeting place for ranks that have another way to tell each other a line of text, such as MPI: one of them hosts it and
 // passes `invitation()` on; each, the host too, joins with it.
 class BONFIRE_API MeetingPlace {

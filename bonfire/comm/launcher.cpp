@@ -85,6 +85,11 @@ void check_values(const LauncherOptions& options) {
     fail_config("node rank {} of {} nodes: from 0 to {} is allowed", options.node, options.nodes, options.nodes - 1);
   if (options.nodes > 1 && options.master.port == 0)
     fail_config("several nodes need --master HOST:PORT, where node 0 listens");
+  const int all = options.ranks * options.nodes;
+  if (options.lost && (options.lost->from < 1 || options.lost->from >= all))
+    fail_config("ranks from {} on may be lost, of {}: from 1 to {} is allowed", options.lost->from, all, all - 1);
+  if (options.lost && options.lost->most_returns < 0)
+    fail_config("{} returns of a lost rank: at least 0 is needed", options.lost->most_returns);
   if (options.max_restarts < 0) fail_config("{} restarts: at least 0 is needed", options.max_restarts);
   LauncherOptions limits = options;
   fill_in_limits(limits);
@@ -159,16 +164,6 @@ bool may_start_again(const LauncherOptions& options, bool asked, const SignalEve
   return true;
 }
 
-bool shown_as_it_is(const LauncherOptions& options, int rank) { return options.echo == Echo::first && rank == 0; }
-
-void report(const LauncherOptions& options, const RankFailure& failure) {
-  // What a person has read already is not said again.
-  if (!shown_as_it_is(options, failure.rank)) {
-    if (const std::string words = last_words_of(failure); !words.empty()) options.log.error("{}", words);
-  }
-  if (failure.note && !failure.note->details.empty()) options.log.error("more about it is in {}", failure.log_file);
-}
-
 // All attempts. `options.log` keeps nobody waiting.
 LaunchOutcome attempt_all(const LauncherOptions& options, const std::filesystem::path& folder, SignalEvents& signals,
                           Terminal& terminal) {
@@ -199,12 +194,13 @@ LaunchOutcome attempt_all(const LauncherOptions& options, const std::filesystem:
     Attempt attempt(options, {number, folder, store, link.get(), signals, guardian, terminal});
     const Attempt::Ending ending = attempt.run();
     outcome.failure = attempt.failure();
+    outcome.dropped = attempt.dropped();
     if (ending == Attempt::Ending::well) return outcome;
     if (ending == Attempt::Ending::on_request) {
       outcome.exit_code = attempt.saved() ? 3 : 1;
       return outcome;
     }
-    report(options, *outcome.failure);
+    report_words(options, *outcome.failure);
     outcome.exit_code = worth_a_restart(*outcome.failure) ? 1 : 2;
     if (number == options.max_restarts || outcome.exit_code == 2) return outcome;
     if (!may_start_again(options, attempt.asked_to_stop(), signals, link.get())) return outcome;
@@ -214,6 +210,8 @@ LaunchOutcome attempt_all(const LauncherOptions& options, const std::filesystem:
 }
 
 }  // namespace
+
+const char* name_of(LostRanks::Policy policy) { return policy == LostRanks::Policy::drop ? "drop" : "wait"; }
 
 void check_launch(const LauncherOptions& options) {
   check_values(options);

@@ -18,6 +18,19 @@ namespace bonfire {
 // Whose output reaches the terminal. Every rank's goes to its file.
 enum class Echo { all, first, none };  // all: each line prefixed with its rank; first: rank 0's, as it is
 
+// Ranks whose loss the run can bear, once they have said so (may_be_lost in join.h); that of any other, and before, is a
+// failure. So is an end that no other start would change: a configuration that is refused, or a RunOver.
+struct LostRanks {
+  enum class Policy {
+    drop,  // the others go on without it
+    wait,  // the others wait: it is started again, alone (returns_of in join.h), with what it says in a file of its own
+  };
+  int from = 1;  // these and all that follow
+  Policy policy = Policy::drop;
+  int most_returns = 10;  // of one rank; after that its end is a failure
+};
+BONFIRE_API const char* name_of(LostRanks::Policy policy);
+
 struct LauncherOptions {
   std::vector<std::string> program = {};  // and its arguments
   int ranks = 1;                          // on this node
@@ -28,6 +41,7 @@ struct LauncherOptions {
   std::string address = {};  // of this node, to which its ranks' connections are bound; empty: chosen
   std::string token = {};    // empty: a fresh one (one node), or job_token() (several)
   int max_restarts = 0;
+  std::optional<LostRanks> lost = {};  // nothing: every rank that fails ends the run
   // rank-N.log, and rank-N.restart-K.log of a later attempt. Empty: a temporary folder, removed when all went well.
   std::filesystem::path log_folder = {};
   Echo echo = Echo::all;
@@ -52,6 +66,7 @@ struct LauncherOptions {
 struct LaunchOutcome {
   int exit_code = 0;  // 0 done, 1 failed, 2 a rank refused its configuration, 3 stopped on request after saving
   std::optional<RankFailure> failure;  // the first one of the last attempt
+  std::vector<int> dropped = {};       // ranks of this node that the last attempt went on without
   int restarts = 0;
   // Why not all of the ranks' stdout has gone to this process's, as errno says it; 0: all has, or none was to.
   int stdout_error = 0;
@@ -63,12 +78,11 @@ struct LaunchOutcome {
 BONFIRE_API void check_launch(const LauncherOptions& options);
 
 // Starts the ranks of this node and stays until all have ended. The first failure is reported, the others are ended, and
-// all are started again up to `max_restarts` times. No rank outlives the launcher, even where that is killed. SIGINT,
-// SIGTERM, SIGHUP and SIGUSR1 are passed on to the ranks of all nodes meanwhile, and with SIGTSTP (Ctrl-Z) the ranks stop,
-// too; what this process ignores stays ignored. Nobody waits for whoever reads this process's stdout and stderr. Throws
-// ConfigError before anything starts.
-// REQUIRES: called from a thread that lives until it returns (the kernel ends the ranks when their parent thread ends); one
-// at a time in a process.
+// all are started again up to `max_restarts` times; a rank that may be lost is reported and does not end the others. No rank
+// outlives the launcher, even where that is killed. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on to the ranks of all
+// nodes meanwhile, and with SIGTSTP (Ctrl-Z) the ranks stop, too; what this process ignores stays ignored. Nobody waits for
+// whoever reads this process's stdout and stderr. Throws ConfigError before anything starts. REQUIRES: called from a thread
+// that lives until it returns (the kernel ends the ranks when their parent thread ends); one at a time in a process.
 BONFIRE_API LaunchOutcome launch_ranks(LauncherOptions options);
 
 // The secret of a job whose processes are started apart from each other: BONFIRE_TOKEN, or else made from the user's own

@@ -12,6 +12,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/base/version.h"
 #include "bonfire/comm/socket.h"
+#include "bonfire/comm/store_client.h"
 #include "bonfire/comm/store_server.h"
 
 namespace bonfire {
@@ -36,13 +37,7 @@ class Meeting {
   Meeting(c10d::Store& store, const CheckIn& self) : store_(store), self_(self) {}
 
   void arrive() {
-    const std::string mine = json{{"host", host_name()},
-                                  {"pid", getpid()},
-                                  {"arrival", random_token()},  // two ranks of one process are two
-                                  {"size", self_.size},
-                                  {"version", self_.version},
-                                  {"configuration", self_.configuration}}
-                                 .dump();
+    const std::string mine = own_words().dump();
     const std::string there = store_.compareSet(key_of(self_.rank), "", mine);
     if (there != mine) {
       const std::string verdict =
@@ -51,6 +46,11 @@ class Meeting {
       fail("{}", verdict);
     }
     if (store_.add(kArrived, 1) == self_.size) store_.set(kGathered, kAgreed);
+  }
+
+  void return_alone() {
+    const std::string verdict = difference(json::parse(store_.get_to_str(key_of(0))), own_words(), self_.rank);
+    if (verdict != kAgreed) fail_config("{}", verdict);
   }
 
   void wait() {
@@ -75,6 +75,12 @@ class Meeting {
   }
 
  private:
+  json own_words() const {
+    return {
+        {"host", host_name()}, {"pid", getpid()},          {"arrival", random_token()},  // two ranks of one process are two
+        {"size", self_.size},  {"version", self_.version}, {"configuration", self_.configuration}};
+  }
+
   static std::string who(const std::string& text) {
     const json value = json::parse(text, nullptr, false);
     if (!value.is_object()) return "?";
@@ -133,16 +139,20 @@ class Meeting {
     const auto words = store_.multiGet(keys);
     const json first = json::parse(words.front());
     for (std::size_t at = 1; at < keys.size(); ++at) {
-      const json other = json::parse(words[at]);
-      const std::string rank = keys[at].substr(key_of(0).size() - 1);
-      for (const char* what : {"size", "version", "configuration"}) {
-        if (other.at(what) == first.at(what)) continue;
-        const auto text = [&](const json& of) {
-          return of.at(what).is_string() ? of.at(what).get<std::string>() : of.at(what).dump();
-        };
-        return fmt::format("{}{}: rank 0 ({}) has '{}', rank {} ({}) has '{}'", kDiffer, what, who(first.dump()),
-                           text(first), rank, who(other.dump()), text(other));
-      }
+      const int rank = std::stoi(keys[at].substr(key_of(0).size() - 1));
+      if (auto verdict = difference(first, json::parse(words[at]), rank); verdict != kAgreed) return verdict;
+    }
+    return kAgreed;
+  }
+
+  static std::string difference(const json& first, const json& other, int rank) {
+    for (const char* what : {"size", "version", "configuration"}) {
+      if (other.at(what) == first.at(what)) continue;
+      const auto text = [&](const json& of) {
+        return of.at(what).is_string() ? of.at(what).get<std::string>() : of.at(what).dump();
+      };
+      return fmt::format("{}{}: rank 0 ({}) has '{}', rank {} ({}) has '{}'", kDiffer, what, who(first.dump()), text(first),
+                         rank, who(other.dump()), text(other));
     }
     return kAgreed;
   }
@@ -150,6 +160,21 @@ class Meeting {
   c10d::Store& store_;
   const CheckIn& self_;
 };
+
+constexpr const char *kLeft = "check-out/left", *kAll = "check-out/all left";
+
+// As long as the milliseconds fit into an int, which some stores count them in.
+void wait_until_all_left(c10d::Store& store) { store.wait({kAll}, std::chrono::hours(24 * 20)); }
+
+// A rank that is lost between the two counts twice: the others then leave one rank early. The other way round they would
+// wait for ever.
+template <class Store>
+void count_out(Store& store, const std::string& prefix, int rank, int size) {
+  const std::string counted = fmt::format("{}check-out/rank/{}", prefix, rank), yes = "yes";
+  if (store.check({counted})) return;
+  if (store.add(prefix + kLeft, 1) == size) store.set(prefix + kAll, yes);
+  store.set(counted, yes);
+}
 
 }  // namespace
 
@@ -163,16 +188,25 @@ void check_in(c10d::Store& store, const CheckIn& self) {
   meeting.wait();
 }
 
+void check_in_again(c10d::Store& store, const CheckIn& self) { Meeting(store, self).return_alone(); }
+
 void call_off_check_in(c10d::Store& store) {
   store.compareSet(kVerdict, "", kCalledOff);
   store.set(kGathered, kAgreed);
 }
 
 void check_out(c10d::Store& store, int size) {
-  constexpr const char *kLeft = "check-out/left", *kAll = "check-out/all left";
   if (store.add(kLeft, 1) == size) store.set(kAll, "yes");
-  // As long as the milliseconds fit into an int, which some stores count them in.
-  store.wait({kAll}, std::chrono::hours(24 * 20));
+  wait_until_all_left(store);
+}
+
+void check_out_once(c10d::Store& store, int rank, int size) {
+  count_out(store, "", rank, size);
+  wait_until_all_left(store);
+}
+
+void check_out_lost(StoreClient& store, const std::string& prefix, int rank, int size) {
+  count_out(store, prefix, rank, size);
 }
 
 }  // namespace bonfire

@@ -13,6 +13,8 @@ class Store;
 
 namespace bonfire {
 
+class StoreClient;
+
 // What a rank says of itself when it arrives.
 struct CheckIn {
   int rank = 0;
@@ -31,6 +33,10 @@ struct CheckIn {
 // names both values). REQUIRES: keys under "check-in/" of the store are not used by anybody else.
 BONFIRE_API void check_in(c10d::Store& store, const CheckIn& self);
 
+// For a rank that was lost and is back: the others have met and go on. Throws ConfigError where it is not like them, and
+// names both values.
+BONFIRE_API void check_in_again(c10d::Store& store, const CheckIn& self);
+
 // Somebody asked the run to stop before all ranks were there.
 class BONFIRE_API StoppedOnRequest : public Error {
  public:
@@ -44,5 +50,9 @@ BONFIRE_API void call_off_check_in(c10d::Store& store);
 // Collective: returns when all `size` ranks have called it, so that none takes its connections down while another still
 // needs them. It waits without end: a watchdog says who is missing.
 BONFIRE_API void check_out(c10d::Store& store, int size);
+// The same of a rank that may be lost on its way out, and come back: it is counted once.
+BONFIRE_API void check_out_once(c10d::Store& store, int rank, int size);
+// Counts a rank that is lost for good, so that nobody waits for it. `prefix`: of the keys of its attempt.
+BONFIRE_API void check_out_lost(StoreClient& store, const std::string& prefix, int rank, int size);
 
 }  // namespace bonfire

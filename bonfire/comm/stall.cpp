@@ -193,12 +193,17 @@ std::string held_key(int rank) { return fmt::format("watchdog/held/{}", rank); }
 std::string hold_text(int number, const std::string& holder) { return fmt::format("{} {}", number, holder); }
 bool says_held(const std::string& text) { return !text.ends_with(' '); }
 
+std::string lost_key(int rank) { return fmt::format("lost/{}", rank); }
+std::string returned_key(int rank) { return fmt::format("returned/{}", rank); }
+std::string lost_text(int times, bool for_good) { return fmt::format("{}{}", times, for_good ? " for good" : ""); }
+bool lost_for_good(const std::string& text) { return text.ends_with(" for good"); }
+
 std::optional<std::string> find_stall(const std::vector<Observed>& ranks, const StallLimits& limits) {
   const int size = static_cast<int>(ranks.size());
   std::vector<int> lost;
   for (int rank = 0; rank < size; ++rank) {
     const Observed& seen = ranks[static_cast<std::size_t>(rank)];
-    if (limits.silent > 0 && !seen.progress.finished && std::min(seen.silent, seen.free) > limits.silent)
+    if (limits.silent > 0 && !seen.progress.finished && !seen.gone && std::min(seen.silent, seen.free) > limits.silent)
       lost.push_back(rank);
   }
   const auto seen = [&](int rank) -> const Observed& { return ranks[static_cast<std::size_t>(rank)]; };
@@ -214,7 +219,8 @@ std::optional<std::string> find_stall(const std::vector<Observed>& ranks, const 
   // Whoever was held, others may have waited for it, and others for them: their time begins when it was let go.
   if (std::any_of(ranks.begin(), ranks.end(), [&](const Observed& rank) { return rank.free <= limits.behind; }))
     return std::nullopt;
-  const Waits waits = long_waits(ranks, limits.behind);
+  Waits waits = long_waits(ranks, limits.behind);
+  std::erase_if(waits.awaited, [&](int rank) { return seen(rank).gone; });
   if (waits.awaited.empty()) return std::nullopt;
   std::vector<int> roots;  // awaited, and waiting for nobody
   std::set_difference(waits.awaited.begin(), waits.awaited.end(), waits.waiting.begin(), waits.waiting.end(),

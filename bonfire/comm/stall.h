@@ -22,6 +22,7 @@ struct Observed {
   // Seconds since somebody, such as a debugger, held it last; 0: still. Others wait for it as long as it takes, and what
   // they wait counts from then on.
   double free = std::numeric_limits<double>::infinity();
+  bool gone = false;  // for good: nobody waits for it
 };
 
 struct StallLimits {
@@ -44,6 +45,14 @@ BONFIRE_API std::string held_key(int rank);
 inline constexpr const char* kAnyHeld = "watchdog/held/any";               // there once any was
 BONFIRE_API std::string hold_text(int number, const std::string& holder);  // no holder: it goes on
 BONFIRE_API bool says_held(const std::string& text);
+
+// The same of ranks that have ended and whose loss the run bears (LostRanks): how often each was lost, and how often it has
+// come back. One that is lost for good does not.
+BONFIRE_API std::string lost_key(int rank);
+BONFIRE_API std::string returned_key(int rank);
+inline constexpr const char* kAnyLost = "lost/any";  // there once any was
+BONFIRE_API std::string lost_text(int times, bool for_good);
+BONFIRE_API bool lost_for_good(const std::string& text);
 
 // Who holds the others up, and where everybody is, in one line; nothing where all is well. `ranks` is indexed by rank. A
 // rank that says it is busy holds nobody up, and neither does one that itself waits for another. Nobody is behind within

@@ -7,6 +7,8 @@
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "bonfire/comm/stall.h"
+
 namespace bonfire {
 namespace {
 
@@ -29,12 +31,43 @@ void StopVote::ask() {
     // Votes that failed before this rank heard of them.
     while (votes_->check({key("decision")}) && votes_->get_to_str(key("decision")) == kNone) ++round_;
     votes_->set(key(std::to_string(options_.rank)), std::to_string(*promised_));
-    if (votes_->add(key("votes"), 1) != options_.size) return;
-    std::int64_t last = *promised_;
-    for (int rank = 0; rank < options_.size; ++rank)
-      last = std::max<std::int64_t>(last, std::stoll(votes_->get_to_str(key(std::to_string(rank)))));
-    const std::string text = std::to_string(last);
-    votes_->compareSet(key("decision"), std::vector<std::uint8_t>(), {text.begin(), text.end()});
+    if (votes_->add(key("votes"), 1) == options_.size)
+      conclude(*votes_);
+    else
+      conclude_without_the_lost(*votes_);
+  } catch (const std::exception&) {
+    // The store is gone, and the run with it: others say so.
+  }
+}
+
+// Unless a rank has not voted that somebody waits for.
+void StopVote::conclude(c10d::Store& store) const {
+  std::int64_t last = 0;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    if (const auto vote = key(std::to_string(rank)); store.check({vote}))
+      last = std::max<std::int64_t>(last, std::stoll(store.get_to_str(vote)));
+    else if (!store.check({lost_key(rank)}) || !lost_for_good(store.get_to_str(lost_key(rank))))
+      return;
+  }
+  const std::string text = std::to_string(last);
+  store.compareSet(key("decision"), std::vector<std::uint8_t>(), {text.begin(), text.end()});
+}
+
+void StopVote::conclude_without_the_lost(c10d::Store& store) const {
+  if (store.check({kAnyLost})) conclude(store);
+}
+
+// What the others have agreed on while this rank was away.
+void StopVote::hear() {
+  try {
+    while (votes_->check({key("decision")})) {
+      const std::string decision = votes_->get_to_str(key("decision"));
+      if (decision != kNone) {
+        promised_ = decided_ = std::stoll(decision);
+        return;
+      }
+      ++round_;
+    }
   } catch (const std::exception&) {
     // The store is gone, and the run with it: others say so.
   }
@@ -43,6 +76,7 @@ void StopVote::ask() {
 bool StopVote::is_last(std::int64_t step) {
   {
     const std::lock_guard lock(mutex_);
+    if (options_.returned && !promised_) hear();
     if (!promised_ || step < *promised_) {
       current_ = step + 1;
       return false;
@@ -63,7 +97,18 @@ std::optional<std::int64_t> StopVote::decision() {
   std::string decided = kNone;
   try {
     try {
-      decisions_->wait({key("decision")}, options_.patience);
+      // Whoever is lost while the others wait for its vote says nothing any more: they look.
+      constexpr auto slice = std::chrono::milliseconds(500);
+      for (auto left = options_.patience; left.count() > 0; left -= slice) {
+        const auto before = std::chrono::steady_clock::now();
+        try {
+          decisions_->wait({key("decision")}, std::min(left, slice));
+          break;
+        } catch (const std::exception&) {
+          if (std::chrono::steady_clock::now() < before + std::min(left, slice) / 2) throw;  // not for want of time
+        }
+        conclude_without_the_lost(*decisions_);
+      }
     } catch (const std::exception&) {
       // Somebody has not voted.
     }

@@ -19,13 +19,15 @@ class Store;
 namespace bonfire {
 
 // How ranks that were asked to end a run, each at its own moment, agree on the step after which they do. Each says which
-// step it is in; the last of them is the run's last step. Nothing is sent before somebody asks.
+// step it is in; the last of them is the run's last step. Ranks that are lost for good are not waited for. Nothing is sent
+// before somebody asks.
 class BONFIRE_API StopVote {
  public:
   struct Options {
     int rank = 0;
     int size = 1;
     std::int64_t first_step = 1;
+    bool returned = false;  // this rank was lost and is back: the others may have agreed meanwhile
     // How long a rank waits for the others' votes. Where somebody was not asked, the run goes on, and a line says so.
     std::chrono::milliseconds patience = std::chrono::seconds(30);
     // Called by is_last() where the run goes on although this rank was asked.
@@ -45,6 +47,9 @@ class BONFIRE_API StopVote {
 
  private:
   std::string key(const std::string& what) const;
+  void conclude(c10d::Store& store) const;
+  void conclude_without_the_lost(c10d::Store& store) const;
+  void hear();
   // The last step, once all have voted; nothing where the vote has failed.
   std::optional<std::int64_t> decision();
 

@@ -99,6 +99,7 @@ class Watchdog::Loop {
     // Who holds a rank is asked only where it matters.
     if (find_stall(ranks, options_.limits)) {
       ask_who_is_held(ranks);
+      ask_who_is_lost(ranks);
       if (const auto stall = find_stall(ranks, options_.limits)) store_->compareSet(kVerdict, "", *stall);
     }
     if (options_.rank == 0) look_for_straggler();
@@ -113,6 +114,21 @@ class Watchdog::Loop {
       Hold& hold = holds_[rank];
       if (says_held(text) || text != hold.text) hold = {text, clock_.now()};
       ranks[rank].free = std::min(ranks[rank].free, since(hold.seen));
+    }
+  }
+
+  // Those that come back are waited for as if somebody held them.
+  void ask_who_is_lost(std::vector<Observed>& ranks) {
+    if (!store_->check({kAnyLost})) return;
+    const auto text_at = [&](const std::string& key) { return store_->check({key}) ? store_->get_to_str(key) : ""; };
+    for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+      const std::string lost = text_at(lost_key(static_cast<int>(rank)));
+      if (lost.empty()) continue;
+      ranks[rank].gone = lost_for_good(lost);
+      const std::string returned = text_at(returned_key(static_cast<int>(rank)));
+      Hold& loss = losses_[rank];
+      if (lost != returned || loss.text != returned) loss = {returned, clock_.now()};
+      if (!ranks[rank].gone) ranks[rank].free = std::min(ranks[rank].free, since(loss.seen));
     }
   }
 
@@ -143,7 +159,7 @@ class Watchdog::Loop {
     std::string text = {};
     Nanoseconds seen = 0;
   };
-  std::map<std::size_t, Hold> holds_;
+  std::map<std::size_t, Hold> holds_, losses_;
   struct Busy {
     bool now = false;
     Nanoseconds until = 0;  // 0: it never was

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <numeric>
+#include <span>
+#include <string>
 #include <utility>
 
 #include <fmt/ranges.h>
@@ -9,9 +11,11 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "bonfire/base/error.h"
+#include "bonfire/comm/backend.h"
 #include "bonfire/comm/communicators.h"
 #include "bonfire/comm/gloo_backend.h"
 #include "bonfire/comm/mesh_state.h"
+#include "bonfire/comm/returned_world.h"
 
 namespace bonfire {
 namespace {
@@ -25,6 +29,34 @@ void require_ranks(const std::string& what, const std::vector<int>& ranks, int m
     fail_config("{} of ranks {} on rank {} of {}: allowed are ranks of the world, each once, this one among them", what,
                 fmt::join(ranks, ", "), me, size);
 }
+
+// In place of the communicator of all ranks, where those have made theirs without this one.
+class NoCommunicator final : public Backend {
+ public:
+  explicit NoCommunicator(int rank) : rank_(rank) {}
+
+  Work all_reduce(at::Tensor, Reduce) override { refuse(); }
+  Work all_gather(std::span<const Transfer>) override { refuse(); }
+  Work reduce_scatter(std::span<const Transfer>, Reduce) override { refuse(); }
+  Work broadcast(at::Tensor, int) override { refuse(); }
+  Work reduce(at::Tensor, int, Reduce) override { refuse(); }
+  Work scatter(at::Tensor, at::Tensor, int) override { refuse(); }
+  Work gather(at::Tensor, at::Tensor, int) override { refuse(); }
+  Work all_to_all(at::Tensor, at::Tensor) override { refuse(); }
+  Work batch(std::span<const Message>) override { refuse(); }
+  Work barrier() override { refuse(); }
+  Work over(EmulatedLink&, double, Work) override { refuse(); }
+  bool ordered() const override { return false; }
+  std::string stream() const override { return "none"; }
+  void shutdown() override {}
+
+ private:
+  [[noreturn]] void refuse() const {
+    fail("rank {} was lost and is back: it has no part in collectives of all ranks, whose connections are older", rank_);
+  }
+
+  int rank_;
+};
 
 }  // namespace
 
@@ -54,6 +86,10 @@ struct World::State {
 };
 
 World::World() : World(from_store(c10::make_intrusive<c10d::HashStore>(), 0, 1)) {}
+
+World returned_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size, WorldOptions options) {
+  return World(World::State::make(std::move(store), rank, size, std::move(options), std::make_shared<NoCommunicator>(rank)));
+}
 
 World World::from_store(c10::intrusive_ptr<c10d::Store> store, int rank, int size, WorldOptions options) {
   return World(State::make(std::move(store), rank, size, std::move(options), nullptr));

@@ -5,11 +5,10 @@
 #include <chrono>
 #include <cmath>
 #include <csignal>
+#include <exception>
 #include <thread>
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-
 #include "bonfire/base/error.h"
 #include "bonfire/plan/server.h"
 
@@ -21,6 +20,12 @@ static_assert(Header::numbers * sizeof(std::int64_t) == plan::server_head_bytes)
 WorldOptions on_host(WorldOptions options) {
   options.device = c10::Device(c10::kCPU);
   return options;
+}
+
+c10::intrusive_ptr<c10d::Store> store_for(c10d::Store& store, const std::string& name, std::function<void()> look) {
+  auto own = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&store);
+  if (look) return c10::make_intrusive<MeetingStore>(name, std::move(own), std::move(look));
+  return c10::make_intrusive<c10d::PrefixStore>(name, std::move(own));
 }
 
 // Gloo writes to connections in a way that ends the process with SIGPIPE where the other end is gone: here that is PeerLost.
@@ -93,10 +98,35 @@ std::int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
   return bytes;
 }
 
-Peer::Peer(c10d::Store& store, const std::string& name, int place, const WorldOptions& options, Ports& ports)
-    : world_(World::from_store(
-          c10::make_intrusive<c10d::PrefixStore>(name, c10::intrusive_ptr<c10d::Store>::reclaim_copy(&store)), place, 2,
-          outliving_peers(on_host(options)))),
+std::vector<std::uint8_t> MeetingStore::get(const std::string& key) {
+  wait({key});
+  return PrefixStore::get(key);
+}
+
+std::vector<std::vector<std::uint8_t>> MeetingStore::multiGet(const std::vector<std::string>& keys) {
+  wait(keys);
+  return PrefixStore::multiGet(keys);
+}
+
+void MeetingStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
+  using Clock = std::chrono::steady_clock;
+  constexpr auto slice = std::chrono::milliseconds(100);
+  // c10d calls "no timeout" zero.
+  const auto end = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
+  while (true) {
+    const auto before = Clock::now();
+    try {
+      return PrefixStore::wait(keys, slice);
+    } catch (const std::exception&) {
+      if (Clock::now() < before + slice / 2 || Clock::now() >= end) throw;  // not for want of time, or there is none left
+    }
+    look_();
+  }
+}
+
+Peer::Peer(c10d::Store& store, const std::string& name, int place, const WorldOptions& options, Ports& ports,
+           std::function<void()> look)
+    : world_(World::from_store(store_for(store, name, std::move(look)), place, 2, outliving_peers(on_host(options)))),
       other_(1 - place),
       ports_(ports) {}
 

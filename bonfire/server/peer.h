@@ -1,7 +1,9 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -10,6 +12,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "bonfire/base/clock.h"
 #include "bonfire/base/collective.h"
@@ -70,12 +73,30 @@ struct Ports {
   Port out, in;
 };
 
+// A store for a meeting to which the other side may never come: while a key is waited for, `look` is asked every now and
+// then, and throws where that has no use any more.
+class MeetingStore final : public c10d::PrefixStore {
+ public:
+  MeetingStore(std::string prefix, c10::intrusive_ptr<c10d::Store> store, std::function<void()> look)
+      : PrefixStore(std::move(prefix), std::move(store)), look_(std::move(look)) {}
+
+  std::vector<std::uint8_t> get(const std::string& key) override;
+  std::vector<std::vector<std::uint8_t>> multiGet(const std::vector<std::string>& keys) override;
+  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
+
+ private:
+  std::function<void()> look_;
+};
+
 // One end of the connection between a worker and a server: a World of these two ranks alone, so that the end of one of them
 // breaks no connection but its own. Used by one thread at a time.
 class Peer {
  public:
-  // Collective among the two. `place`: 0 is the server, 1 the worker.
-  Peer(c10d::Store& store, const std::string& name, int place, const WorldOptions& options, Ports& ports);
+  // Collective among the two. `place`: 0 is the server, 1 the worker. `look` as a MeetingStore's; empty: the other one
+  // comes.
+  Peer(c10d::Store& store, const std::string& name, int place, const WorldOptions& options, Ports& ports,
+       std::function<void()> look = {});
 
   // The message is on its way; tensors may not change until the Work has ended. Takes a turn on the link where it has
   // tensors; `until`: when that ends.

@@ -1,6 +1,7 @@
 #include "bonfire/server/push_pull.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/optim/clip.h"
 #include "bonfire/server/description.h"
+#include "bonfire/server/lives.h"
 #include "bonfire/shard/engine.h"
 
 namespace bonfire {
@@ -42,17 +44,30 @@ at::Tensor memory_like(const at::Tensor& values, const at::Tensor& gradients) {
 PushPull::PushPull(const World& world, ServerOptions options)
     : world_(world), options_(std::move(options)), ports_(options_.link) {
   const int worker = world_.rank() - options_.servers;
-  // A worker that was lost and is back has new connections; the servers wait for those of its next life.
-  const auto life = world_.store().add(fmt::format("{}/worker {}/lives", options_.name, worker), 1);
-  for (int server = 0; server < options_.servers; ++server)
-    peers_.push_back(std::make_unique<Peer>(world_.store(),
-                                            fmt::format("{}/{} to {}/life {}", options_.name, server, worker, life), 1,
-                                            options_.connection, ports_));
+  const Lives keys{options_.name, worker};
+  auto& store = world_.store();
+  life_ = store.add(keys.count(), 1);
+  if (is_back()) {
+    if (options_.lost != WhenLost::wait)
+      fail("worker {} (rank {}) was there before, and the servers do not wait for it (server_lost = {}; allowed here: wait)",
+           worker, world_.rank(), name_of(options_.lost));
+    if (const auto left = keys.steps_of_one_that_left(); store.check({left})) {
+      has_left_ = true;
+      step_ = std::stoll(store.get_to_str(left));
+      return;
+    }
+  }
+  for (int server = 0; server < options_.servers; ++server) {
+    // Without end, but for the longest that stores can count: a server that is lost ends the run.
+    if (is_back()) store.wait({keys.accepted(server, life_)}, std::chrono::hours(24 * 20));
+    peers_.push_back(std::make_unique<Peer>(store, keys.connection(server, life_), 1, options_.connection, ports_));
+  }
 }
 
 PushPull::~PushPull() = default;
 
 std::int64_t PushPull::begin(Engine& engine) {
+  if (has_left_) return step_;
   // Until a backward has shown better, buffers are in the reverse order of registration.
   for (auto flat = engine.flats().rbegin(); flat != engine.flats().rend(); ++flat) {
     const auto& layout = (*flat)->layout();
@@ -284,7 +299,10 @@ ServedStep PushPull::report() {
 }
 
 void PushPull::leave() {
+  if (has_left_) return;
   await_all();
+  const int worker = world_.rank() - options_.servers;
+  world_.store().set(Lives{options_.name, worker}.steps_of_one_that_left(), std::to_string(step_));
   send_all({.kind = Header::Kind::leave});
   conclude(sent_);
 }

@@ -48,6 +48,10 @@ class PushPull final : public Reduction, public AveragesOthers {
   std::vector<std::string> units() const;
   // Of the last step whose answer has begun to come in; waits for that.
   ServedStep report();
+  // This worker was there before, and was lost.
+  bool is_back() const { return life_ > 1; }
+  // Before its last life ended, this worker had done all its steps: no server waits for it, and it is connected to none.
+  bool has_left() const { return has_left_; }
   void leave();
 
   const std::vector<std::unique_ptr<Peer>>& peers() const { return peers_; }
@@ -89,6 +93,8 @@ class PushPull final : public Reduction, public AveragesOthers {
   std::vector<Unit> units_;  // in forward order
   std::vector<Sent> sent_;   // heads
   std::int64_t step_ = 0, steps_known_ = 0;
+  std::int64_t life_ = 1;
+  bool has_left_ = false;
   bool ended_ = false;  // this step's push, where gradients are pulled
   ServedStep report_;
 };

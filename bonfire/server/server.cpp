@@ -1,8 +1,9 @@
 #include "bonfire/server/server.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
-#include <limits>
+#include <string>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -31,6 +32,14 @@ World among_servers_of(const World& world, const ServerOptions& options) {
   return World::from_store(c10::make_intrusive<c10d::PrefixStore>(
                                options.name + "/servers", c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world.store())),
                            world.rank(), options.servers, connection);
+}
+
+// Waits a little for work of all servers. One that has ended has said why.
+bool ended_with_others(Work& work) try {
+  return work.wait_for(std::chrono::milliseconds(100));
+} catch (const PeerLost& lost) {
+  const std::string why = lost.what();
+  throw PeerLost(fmt::format("another server was lost: {}; the run ends", why.substr(0, why.find('\n'))));
 }
 
 }  // namespace
@@ -94,7 +103,7 @@ std::optional<std::vector<int>> Server::State::agree() {
     for (const int worker : candidates) words[worker] = 1;
     words[workers] = ends;
     const auto together_with_others = [this](Work work) {
-      while (!work.wait_for(std::chrono::milliseconds(100))) {
+      while (!ended_with_others(work)) {
         const std::lock_guard lock(mutex);
         throw_if_over();
       }
@@ -264,6 +273,8 @@ ServerReport Server::serve() {
   for (auto& session : state.sessions) session.thread.join();
   if (state.error) std::rethrow_exception(state.error);
   if (error) std::rethrow_exception(error);
+  if (static_cast<int>(state.dropped_workers.size()) == state.workers)
+    throw PeerLost(fmt::format("all {} workers were lost: nobody is left to train (server_lost = drop)", state.workers));
   auto report = state.report;
   report.dropped = state.ledger.dropped();
   for (const int worker : state.dropped_workers) {
@@ -306,12 +317,12 @@ std::vector<std::int64_t> Server::steps() const {
 
 std::int64_t Server::slowest() const {
   const std::lock_guard lock(state_->mutex);
-  auto least = std::numeric_limits<std::int64_t>::max();
+  std::optional<std::int64_t> slowest;
   const auto& dropped = state_->dropped_workers;
   for (int worker = 0; worker < state_->workers; ++worker)
     if (std::find(dropped.begin(), dropped.end(), worker) == dropped.end())
-      least = std::min(least, state_->ledger.steps(worker));
-  return least;
+      slowest = std::min(slowest.value_or(state_->ledger.steps(worker)), state_->ledger.steps(worker));
+  return slowest.value_or(0);
 }
 
 void Server::resume(std::int64_t version, const std::vector<std::int64_t>& steps) {

@@ -53,7 +53,8 @@ class BONFIRE_API Server : public Sliced {
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
-  // Until all workers have left. Throws what ends the run: PeerLost where a worker is lost and `lost` is stop.
+  // Until all workers have left. Throws what ends the run: PeerLost where a worker is lost and `lost` is stop, or it is drop
+  // and all of them were.
   ServerReport serve();
 
   // While the lock lives no update begins, and none is under way; workers are heard and answered. From any thread but the
@@ -68,7 +69,7 @@ class BONFIRE_API Server : public Sliced {
   // Updates so far, and the steps that each worker has taken: what goes on in a server that was restarted.
   std::int64_t version() const;
   std::vector<std::int64_t> steps() const;
-  // The least of them, of the workers that have not been dropped.
+  // The steps of the slowest worker, of those that were not dropped.
   std::int64_t slowest() const;
   // Before serve().
   void resume(std::int64_t version, const std::vector<std::int64_t>& steps);

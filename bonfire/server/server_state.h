@@ -45,7 +45,7 @@ struct Server::State {
   };
 
   // --- sessions.cpp: the threads of the workers.
-  void connect(Session& session);
+  void connect(Session& session, std::function<void()> look = {});
   void greet(Session& session, const MakeOptimizer& make);
   void make_slots(Session& session);
   void run(Session& session);
@@ -58,8 +58,10 @@ struct Server::State {
   std::int64_t copy_weights(Session& session, std::size_t unit, std::int64_t at_least);
   // Whether what answers gradients of this version is their average. Greetings are answered with weights.
   bool averages(std::int64_t version) const { return options.pulled == Pulled::gradients && version > 0; }
-  void lose(Session& session, const std::string& why);
+  // False: it is not waited for.
+  bool lose(Session& session, const std::string& why);
   void await_return(Session& session);
+  void reconnect(Session& session);
   std::int64_t await_life(const Session& session);
   std::int64_t lives(const Session& session) const;
   void give_up(std::exception_ptr error);

@@ -10,6 +10,7 @@
 #include "bonfire/base/error.h"
 #include "bonfire/base/size.h"
 #include "bonfire/server/description.h"
+#include "bonfire/server/lives.h"
 #include "bonfire/server/server_state.h"
 
 namespace bonfire {
@@ -34,10 +35,10 @@ std::string Server::State::name_of(const Session& session) const {
   return fmt::format("worker {} (rank {})", session.worker, options.servers + session.worker);
 }
 
-void Server::State::connect(Session& session) {
-  session.peer = std::make_unique<Peer>(
-      world.store(), fmt::format("{}/{} to {}/life {}", options.name, world.rank(), session.worker, session.life), 0,
-      options.connection, ports);
+void Server::State::connect(Session& session, std::function<void()> look) {
+  const Lives keys{options.name, session.worker};
+  session.peer = std::make_unique<Peer>(world.store(), keys.connection(world.rank(), session.life), 0, options.connection,
+                                        ports, std::move(look));
 }
 
 // The first words with a worker.
@@ -116,9 +117,8 @@ void Server::State::run(Session& session) try {
       }
       return;
     } catch (const PeerLost& lost) {
-      lose(session, lost.what());
+      if (!lose(session, lost.what())) return;
     }
-    if (options.lost != WhenLost::wait) return;
     await_return(session);
   }
 } catch (...) {
@@ -259,29 +259,35 @@ std::int64_t Server::State::copy_weights(Session& session, std::size_t unit, std
   return unit_versions[unit];
 }
 
-void Server::State::lose(Session& session, const std::string& why) {
+bool Server::State::lose(Session& session, const std::string& why) {
   const auto line = why.substr(0, why.find('\n'));
-  if (options.lost == WhenLost::stop)
+  // It may have done all its steps, and ended before it could say so to every server.
+  const bool has_left = world.store().check({Lives{options.name, session.worker}.steps_of_one_that_left()});
+  if (options.lost == WhenLost::stop && !has_left)
     throw PeerLost(fmt::format("{} was lost: {}; the run ends (server_lost = stop; allowed: stop | drop | wait)",
                                name_of(session), line));
   const std::lock_guard lock(mutex);
-  ledger.lose(session.worker, options.lost == WhenLost::wait);
   ++changes;
   session.pushed = 0;
   session.lost_elsewhere = false;
-  if (options.lost == WhenLost::drop) {
+  if (has_left) {
+    ledger.leave(session.worker);
+  } else if (options.lost == WhenLost::drop) {
+    ledger.lose(session.worker, false);
     dropped_workers.push_back(session.worker);
     options.log.warning("{} was lost after {} steps; the run goes on without it (server_lost = drop)", name_of(session),
                         ledger.steps(session.worker));
   } else {
+    ledger.lose(session.worker, true);
     options.log.warning("{} was lost after {} steps; the run waits for it (server_lost = wait)", name_of(session),
                         ledger.steps(session.worker));
   }
   changed.notify_all();
+  return !has_left && options.lost == WhenLost::wait;
 }
 
 std::int64_t Server::State::lives(const Session& session) const {
-  return world.store().add(fmt::format("{}/worker {}/lives", options.name, session.worker), 0);
+  return world.store().add(Lives{options.name, session.worker}.count(), 0);
 }
 
 // The worker's newest life after that of the session.
@@ -297,11 +303,34 @@ std::int64_t Server::State::await_life(const Session& session) {
   }
 }
 
+// With the life that the session has now, which may be over by then. Throws PeerLost where it is.
+void Server::State::reconnect(Session& session) try {
+  connect(session, [&] {
+    require(!over, "the run ends");
+    if (lives(session) > session.life) throw PeerLost("another life of it has begun");
+  });
+} catch (const std::exception& error) {
+  require(!over, "the run ends");
+  // c10d makes errors of its own of all that goes wrong. If it is not the worker that was lost, its next life says so.
+  throw PeerLost(error.what());
+}
+
 void Server::State::await_return(Session& session) {
-  session.peer.reset();
-  session.life = await_life(session);
-  connect(session);
-  greet(session, {});
+  while (true) {
+    session.peer.reset();
+    session.life = await_life(session);
+    // Not sooner: what it sends before could be the words of one that is lost again by now.
+    world.store().set(Lives{options.name, session.worker}.accepted(world.rank(), session.life), std::string("yes"));
+    try {
+      reconnect(session);
+      greet(session, {});
+      break;
+    } catch (const PeerLost& lost) {
+      const std::string why = lost.what();
+      options.log.warning("{} was lost again while it came back: {}; the run waits for it", name_of(session),
+                          why.substr(0, why.find('\n')));
+    }
+  }
   const std::lock_guard lock(mutex);
   ledger.come_back(session.worker);
   ++changes;

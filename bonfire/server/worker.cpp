@@ -88,6 +88,10 @@ struct Worker::State {
     }
   }
 
+  void require_to_do() const {
+    require(!pull->has_left(), "a step of a worker that had left when it was lost: nobody waits for it (Worker::has_left)");
+  }
+
   Wrapping wrapping;
   std::shared_ptr<PushPull> pull;
   Engine engine;
@@ -110,12 +114,14 @@ Worker::~Worker() {
 }
 
 void Worker::accumulate(const at::Tensor& loss, const BackwardOptions& how) {
+  state_->require_to_do();
   // Backward writes where the weights come in.
   state_->pull->await_all();
   state_->engine.accumulate(loss, how);
 }
 
 void Worker::backward(const at::Tensor& loss, const BackwardOptions& how) {
+  state_->require_to_do();
   state_->pull->await_all();
   try {
     state_->engine.backward(loss, how);
@@ -152,6 +158,8 @@ void Worker::finish() {
 }
 Engine& Worker::engine() { return state_->engine; }
 std::int64_t Worker::steps_before() const { return state_->steps_before; }
+bool Worker::is_back() const { return state_->pull->is_back(); }
+bool Worker::has_left() const { return state_->pull->has_left(); }
 Recorder& Worker::recorder(int server) const {
   return state_->pull->peers().at(static_cast<std::size_t>(server))->world().recorder();
 }

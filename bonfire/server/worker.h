@@ -55,6 +55,10 @@ class BONFIRE_API Worker {
   Engine& engine();
   // Steps that were taken before this Worker was made: 0, unless this worker was lost and is back.
   std::int64_t steps_before() const;
+  // This worker was there before, was lost, and is back.
+  bool is_back() const;
+  // It was lost when it had done all its steps already: there is nothing to do, and there are no weights.
+  bool has_left() const;
   // The recorder of the connection to each server.
   Recorder& recorder(int server) const;
 

@@ -207,9 +207,10 @@ ConfigSection layout_section() {
           {.name = "layout.server_lost",
            .field = BONFIRE_FIELD(layout.server_lost),
            .help = "What happens when a worker is lost. `stop`: the run ends, and `--max-restarts` starts all ranks "
-                   "again from the newest checkpoint.",
-           .choices = {"stop"},
-           .later = "a run of the command that goes on without a worker, or waits for it,"},
+                   "again from the newest checkpoint. `drop`: the others go on without it, and the summary says which "
+                   "samples were lost. `wait`: it is started again alone, at most ten times, and the others wait for it as "
+                   "far as `server_mode` makes them. A server that is lost ends the run.",
+           .choices = {"stop", "drop", "wait"}},
           {.name = "layout.server_save_every",
            .field = BONFIRE_FIELD(layout.server_save_every),
            .help = "Number of steps between checkpoints of the servers, in place of `checkpoint.every`."

@@ -20,7 +20,9 @@ struct TrainOptions {
   StopVote* stop = nullptr;                         // by which the run may end before its last step; null: it cannot
   bool resume = false;               // goes on from the newest checkpoint in the folder, where there is one; else:
   std::filesystem::path begin_with;  // begins with this checkpoint; empty: afresh
-  bool is_measurement = false;       // of whose weights nobody asks where they are
+  // A worker of a parameter server calls it once the run can bear its loss (layout.server_lost).
+  std::function<void()> may_be_lost{};
+  bool is_measurement = false;  // of whose weights nobody asks where they are
 };
 
 // Trains as `config` says and leaves metrics, events and, where asked, a trace in the folder.

@@ -14,6 +14,7 @@
 
 #include "bonfire/base/error.h"
 #include "bonfire/base/size.h"
+#include "bonfire/comm/failure.h"
 #include "bonfire/comm/progress.h"
 #include "bonfire/comm/stop_vote.h"
 #include "bonfire/models/model.h"
@@ -108,8 +109,9 @@ class ServedJournal {
     if (progress_) progress_->step_done(metrics_);
   }
 
-  // `workers_peak`: the largest that a worker has told of; 0: none has.
-  TrainReport finish(const ServerReport& served, const std::string& checkpoint, std::int64_t workers_peak) {
+  // `workers_peak`: the largest that a worker has told of; 0: none has. `steps_done`: by those that are left.
+  TrainReport finish(const ServerReport& served, const std::string& checkpoint, std::int64_t workers_peak,
+                     std::int64_t steps_done) {
     progress_.reset();
     const auto how = served_of(config_);
     const auto flats = plan::served_flats(model_of(config_), served_worker_of(config_), how);
@@ -141,13 +143,19 @@ class ServedJournal {
     if (!served.dropped.empty())
       report.server.push_back(fmt::format("{} gradients came too late and were dropped", served.dropped.size()));
     for (const auto& lost : served.lost) {
+      const auto batch = config_.train.batch, mine = batch / workers_;
       // A step of backup workers is an update.
       const auto step = config_.layout.server_backup > 0 ? lost.versions.front() + 1 : lost.step;
-      const auto mine = config_.train.batch / workers_, first = (step - 1) * config_.train.batch + lost.worker * mine;
-      report.server.push_back(fmt::format(
-          "worker {} was lost: its samples from step {} on (positions {} to {} of the order, and so on) are in no "
-          "update",
-          lost.worker, step, first, first + mine - 1));
+      const auto first = (step - 1) * batch + lost.worker * mine;
+      auto words = fmt::format("worker {} (rank {}) was lost", lost.worker, config_.layout.server + lost.worker);
+      if (step > steps_done)
+        words += fmt::format(" after step {}: all its samples are in updates", step - 1);
+      else
+        words += fmt::format(
+            ": its {} samples of steps {} to {} are in no update: positions {} to {} of the order, and {} later in each "
+            "step that follows",
+            (steps_done - step + 1) * mine, step, steps_done, first, first + mine - 1, batch);
+      report.server.push_back(std::move(words));
     }
     if (world_.rank() == 0) {
       disk_.finish();
@@ -228,17 +236,17 @@ TrainReport serve(const World& world, const Config& config, const TrainOptions& 
   std::int64_t peak = 0;
   for (int worker = 0; worker < workers; ++worker)
     if (const auto key = peak_of(worker); world.store().check({key})) peak = std::max(peak, world.store().add(key, 0));
-  auto report = journal.finish(served, checkpoint, peak);
-  report.stopped = end.steps < config.train.steps && served.lost.empty();
+  auto report = journal.finish(served, checkpoint, peak, end.steps);
+  report.stopped = end.steps < config.train.steps;
   return report;
 }
 
 // REQUIRES: the step was taken with ServerOptions::skip_non_finite.
 void require_finite(const ServedStep& taken, std::int64_t step) {
   if (taken.used || (std::isfinite(taken.number) && std::isfinite(taken.gradient_norm))) return;
-  fail("step {}: {}; the run ends (train.nan_policy = stop, allowed: stop | skip)", step,
-       std::isfinite(taken.number) ? "the gradients are not finite, although the losses are"
-                                   : fmt::format("the loss is {}", taken.number));
+  throw RunOver(fmt::format("step {}: {}; the run ends (train.nan_policy = stop, allowed: stop | skip)", step,
+                            std::isfinite(taken.number) ? "the gradients are not finite, although the losses are"
+                                                        : fmt::format("the loss is {}", taken.number)));
 }
 
 TrainReport work(const World& world, const Config& config, const TrainOptions& options) {
@@ -261,10 +269,19 @@ TrainReport work(const World& world, const Config& config, const TrainOptions& o
                              .ranks = workers,
                              .seed = static_cast<std::uint64_t>(config.train.seed),
                              .pin_memory = !device.is_cpu()});
+  if (options.may_be_lost) options.may_be_lost();
   // With backup workers a step is an update: who comes late to one goes on with the one that follows the newest.
   const bool follows = config.layout.server_backup > 0;
-  std::int64_t done = follows ? worker.report().version : worker.steps_before(), voted = done, loaded = 0;
+  std::int64_t done = follows && !worker.has_left() ? worker.report().version : worker.steps_before(), voted = done,
+               loaded = 0;
   TrainReport report{.name = config.run.name, .run_folder = options.folder.string(), .steps = done};
+  // While this worker was lost the others may have agreed to stop, and when.
+  if (worker.is_back() && done < config.train.steps)
+    report.stopped = worker.has_left() || (options.stop && options.stop->is_last(done));
+  if (report.stopped) {
+    worker.finish();
+    return report;
+  }
   while (done < config.train.steps && !report.stopped) {
     const auto step = done + 1;
     if (done != loaded) loader.seek(static_cast<std::uint64_t>(done * config.train.batch));

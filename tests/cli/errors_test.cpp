@@ -69,7 +69,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"server_policy",
             "[layout]\nserver = 1\nserver_lost = \"ignore\"\n",
             "",
-            {"a.toml:3", "layout.server_lost = \"ignore\""}},
+            {"a.toml:3", "layout.server_lost = \"ignore\"", "stop | drop | wait"}},
         Bad{"server_without", "[layout]\nserver_mode = \"bounded\"\n", "", {"a.toml:2", "there is no parameter server"}},
         Bad{"product_of_axes",
             "[layout]\nreplicate = 2\n",

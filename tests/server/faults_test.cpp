@@ -1,5 +1,6 @@
 // Workers that are gone, and what becomes of the others; requests that cannot be.
 #include <csignal>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -35,6 +36,9 @@ std::unique_ptr<Optimizer> make(Shares& shares) { return std::make_unique<AdamW>
 // Where a worker goes, in its step: before it, in the middle of its backward, or when the servers have everything.
 enum class Moment { before, within, after };
 
+// Worker 1's lives, as the store knows them.
+constexpr const char* lives = "server/worker 1/lives";
+
 struct Gone : std::runtime_error {
   Gone() : std::runtime_error("gone") {}
 };
@@ -66,7 +70,8 @@ struct Outcome {
 };
 
 // Worker 1 goes, and where `returns` comes back at once.
-Outcome run(const ServerOptions& options, std::optional<std::pair<std::int64_t, Moment>> goes, bool returns) {
+Outcome run(const ServerOptions& options, std::optional<std::pair<std::int64_t, Moment>> goes, bool returns,
+            const std::function<void(World&)>& meanwhile = {}) {
   Outcome outcome;
   outcome.reports.resize(static_cast<std::size_t>(options.servers));
   outcome.server_errors.resize(static_cast<std::size_t>(options.servers));
@@ -96,6 +101,7 @@ Outcome run(const ServerOptions& options, std::optional<std::pair<std::int64_t, 
       train_until_gone(world, options, goes, weights);
     } catch (const std::exception& error) {
       EXPECT_STREQ(error.what(), "gone");
+      if (meanwhile) meanwhile(world);
       if (returns) train_until_gone(world, options, {}, weights);
     }
   });
@@ -122,6 +128,81 @@ TEST(ServerFaults, AWorkerThatComesBackGoesOnWhereItWas) {
           expect_same(disturbed.weights[static_cast<std::size_t>(worker)], undisturbed.weights[0]);
       }
   }
+}
+
+// It has said that it is there, the servers wait for its connection, and it is gone again.
+TEST(ServerFaults, AWorkerThatIsLostWhileItComesBackIsWaitedForAgain) {
+  for (const int servers : {1, 2}) {
+    SCOPED_TRACE(servers);
+    const ServerOptions options{.servers = servers, .lost = WhenLost::wait, .log = Log::silent()};
+    const auto undisturbed = run(options, {}, false);
+    const auto disturbed = run(options, std::pair(std::int64_t{3}, Moment::within), true, [&](World& world) {
+      for (int life = 2; life < 4; ++life) {
+        world.store().add(lives, 1);
+        for (int server = 0; server < servers; ++server)
+          world.store().wait({fmt::format("server/{} to 1/life {}/accepted", server, life)}, std::chrono::seconds(20));
+      }
+    });
+    for (const auto& error : disturbed.server_errors) EXPECT_EQ(error, "");
+    for (int worker = 0; worker < workers; ++worker)
+      expect_same(disturbed.weights[static_cast<std::size_t>(worker)], undisturbed.weights[0]);
+  }
+}
+
+// It has said that it has done all, and is gone before the servers have heard it.
+TEST(ServerFaults, AWorkerThatHasDoneAllItsStepsIsNotLost) {
+  for (const auto lost : {WhenLost::stop, WhenLost::drop, WhenLost::wait}) {
+    SCOPED_TRACE(name_of(lost));
+    const ServerOptions options{.servers = 2, .lost = lost, .log = Log::silent()};
+    run_ranks(2 + 2, [&](World& world) {
+      if (is_server(world, options)) {
+        Server server(world, options, make);
+        const auto report = server.serve();
+        EXPECT_EQ(report.updates, steps);
+        EXPECT_TRUE(report.lost.empty());
+        EXPECT_EQ(server.slowest(), steps);
+        return;
+      }
+      if (world.rank() == 2) return train_until_gone(world, options, {}, nullptr);
+      try {
+        Chain net(3);
+        Worker worker(world, net, options);
+        for (std::int64_t step = 1; step <= steps; ++step) {
+          worker.backward(loss_of(net, 1, step));
+          worker.step();
+        }
+        worker.await();
+        world.store().set("server/worker 1/left", std::to_string(steps));
+        throw Gone();
+      } catch (const Gone&) {
+      }
+      if (lost != WhenLost::wait) return;
+      Chain net(3);
+      Worker worker(world, net, options);
+      EXPECT_TRUE(worker.is_back());
+      EXPECT_TRUE(worker.has_left());
+      EXPECT_EQ(worker.steps_before(), steps);
+      expect_part(thrown<Error>([&] { worker.backward(loss_of(net, 1, 1)); }), "a worker that had left");
+      worker.finish();
+    });
+  }
+}
+
+TEST(ServerFaults, WhereAllWorkersAreDroppedTheRunEnds) {
+  const ServerOptions options{.lost = WhenLost::drop, .log = Log::silent()};
+  run_ranks(2, [&](World& world) {
+    if (is_server(world, options)) {
+      Server server(world, options, make);
+      expect_part(thrown<PeerLost>([&] { server.serve(); }), "all 1 workers were lost");
+      EXPECT_EQ(server.slowest(), 0);
+      return;
+    }
+    expect_part(thrown<Gone>([&] { train_until_gone(world, options, std::pair(std::int64_t{2}, Moment::before), nullptr); }),
+                "gone");
+    // Nobody waits for it any more.
+    Chain net(3);
+    expect_part(thrown<Error>([&] { Worker(world, net, options); }), "server_lost = drop; allowed here: wait");
+  });
 }
 
 TEST(ServerFaults, AWorkerThatIsDroppedIsNamedWithTheStepThatIsLost) {
