@@ -99,8 +99,6 @@ INSTANTIATE_TEST_SUITE_P(
         Run{"offloaded_chunks", gpt2,
             "--set layout.pipeline=2 --set layout.schedule=interleaved --set layout.offload=parameters"},
         Run{"units_of_stages", gpt2, "--set layout.pipeline=2 --set layout.shard=2 --set layout.reshard_after_forward=true"},
-        Run{"units_of_stages_with_tied_weights", gpt2,
-            "--set layout.pipeline=2 --set layout.shard=2 --set layout.reshard_after_forward=true --set model.tied=true"},
         Run{"split_backward", gpt2, "--set layout.pipeline=2 --set layout.schedule=zb-h1"},
         Run{"split_backward_with_warm_up", gpt2, "--set layout.pipeline=2 --set layout.schedule=zb-h2"},
         Run{"split_backward_in_a_v", gpt2, "--set layout.pipeline=2 --set layout.schedule=zb-v"},

@@ -28,7 +28,7 @@ TEST(Pipelines, TheWholePeakIsPredicted) {
     for (const char* layout :
          {"--set layout.pipeline=2", "--set layout.pipeline=4", "--set layout.pipeline=4 --set layout.schedule=zb-h1",
           "--set layout.pipeline=2 --set layout.schedule=interleaved", "--set layout.pipeline=2 --set layout.shard=2",
-          "--set layout.pipeline=2 --set layout.shard=2 --set layout.reshard_after_forward=true --set model.tied=true",
+          "--set layout.pipeline=2 --set layout.shard=2 --set layout.reshard_after_forward=true --set model.tied=false",
           "--set layout.pipeline=2 --set layout.shard=2 --set layout.reshard_after_forward=true --set model.tied=false "
           "--set layout.prefetch=0 "
           "--set layout.backward_prefetch=after"}) {

@@ -223,7 +223,9 @@ TEST_F(Restarts, ARunThatIsAskedToStopTakesNoLongerThanItsGrace) {
       "(run_train --ranks 2 --set checkpoint.grace=1 --set train.steps=1000000 2>err.txt) & RUN=$!\n"
       "until_there runs/tiny/checkpoints/latest\n"
       "LAUNCHER=$(pgrep -P $RUN)\n"
-      "for RANK in $(pgrep -P $LAUNCHER); do grep -qz '^RANK=1' /proc/$RANK/environ && kill -STOP $RANK; done\n"
+      // Again and again: where the launcher has noticed it, it wakes a stopped rank when the run is asked to stop.
+      "for RANK in $(pgrep -P $LAUNCHER); do grep -qz '^RANK=1' /proc/$RANK/environ && "
+      "{ while kill -STOP $RANK 2>/dev/null; do :; done & }; done\n"
       // Rank 0 is in a step that cannot end; at the end of one it would vote, and go on without rank 1's.
       "until_still runs/tiny/metrics.jsonl\n"
       "kill -TERM $LAUNCHER\n"
